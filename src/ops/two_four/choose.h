@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -48,11 +49,14 @@ struct Candidate {
 /// Up to 32 candidates: a call allocates nothing.
 class Candidates {
  public:
-  void add(const Config& config, double microseconds) { all_[count_++] = {config, microseconds}; }
-  std::span<Candidate> all() { return std::span(all_).first(count_); }
+  Candidates() {}  // NOLINT: elements come to life in add
+  void add(const Config& config, double microseconds) { std::construct_at(&all_[count_++], config, microseconds); }
+  std::span<Candidate> all() { return {all_, count_}; }
 
  private:
-  std::array<Candidate, 32> all_{};
+  union {
+    Candidate all_[32];
+  };
   std::size_t count_ = 0;
 };
 

@@ -305,26 +305,33 @@ std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
 const KernelList kKernels{"two_four", list_kernels};
 constinit KernelTable<std::size(kOperands) * kSizes> kernels;
 
-const Operand& operand_of(const Problem& p) { return *std::ranges::find(kOperands, p.dtype, &Operand::dtype); }
-int columns_of(const Problem& p) {
+/// What a problem's kernel is made for, and blocks of its depth.
+struct Tiling {
+  const Operand& operand;
   int columns = kLeastColumns;
-  while (columns < p.n * p.batch || (operand_of(p).columns & columns) == 0) {
-    columns *= 2;
+  std::int64_t blocks;
+
+  explicit Tiling(const Problem& p)
+      : operand(*std::ranges::find(kOperands, p.dtype, &Operand::dtype)),
+        blocks(ceil_div(p.k * operand.bytes, std::int64_t{kBlockRuns} * kRunBytes)) {
+    while (columns < p.n * p.batch || (operand.columns & columns) == 0) {
+      columns *= 2;
+    }
   }
-  return columns;
-}
+  int stage_bytes(int log) const { return small_n_cp_async::stage_bytes(columns, log, operand.run_words()); }
+  int sums_bytes(int log) const { return small_n_cp_async::sums_bytes(columns, log); }
+  /// Stages that find room, 0 if too few do.
+  int stages(int log, const Machine& machine) const {
+    const int room = machine.shared_bytes / stage_bytes(log);
+    return room < 2 || sums_bytes(log) > machine.shared_bytes ? 0 : std::min(room, kMostStages);
+  }
+};
 int log_rows(const Config& config) { return std::countr_zero(static_cast<unsigned>(config.rows / kRows)); }
 
-const Kernel& kernel(const Problem& p, int columns, int device) {
-  const auto size = static_cast<std::size_t>(std::countr_zero(static_cast<unsigned>(columns / kLeastColumns)));
-  const auto operand = static_cast<std::size_t>(&operand_of(p) - kOperands);
-  return kernels.get(operand * kSizes + size, device, [&] { return spec(p.dtype, columns); });
-}
-
-/// Stages that find room, 0 if too few do.
-int stages_of(const Problem& p, int log, const Machine& machine) {
-  const int columns = columns_of(p), room = machine.shared_bytes / stage_bytes(columns, log, operand_of(p).run_words());
-  return room < 2 || sums_bytes(columns, log) > machine.shared_bytes ? 0 : std::min(room, kMostStages);
+const Kernel& kernel(const Tiling& tiling, int device) {
+  const auto size = static_cast<std::size_t>(std::countr_zero(static_cast<unsigned>(tiling.columns / kLeastColumns)));
+  const auto operand = static_cast<std::size_t>(&tiling.operand - kOperands);
+  return kernels.get(operand * kSizes + size, device, [&] { return spec(tiling.operand.dtype, tiling.columns); });
 }
 
 /// Steps of `stride` keep what `count` of them start from a multiple of.
@@ -344,10 +351,10 @@ bool fits(const Problem& p, const Machine& machine) {
   if (machine.arch < 80 || std::ranges::find(kOperands, p.dtype, &Operand::dtype) == std::end(kOperands)) {
     return false;
   }
-  const int bytes = operand_of(p).bytes, run = kRunBytes / bytes;
+  const int bytes = static_cast<int>(size_of(p.dtype)), run = kRunBytes / bytes;
   const bool sizes = p.n <= kMostColumns && p.batch <= kMostColumns && p.n * p.batch <= kMostColumns && p.m <= kMost &&
                      p.k <= kMost && p.k > 0 && p.k % run == 0;
-  return has_result(p) && sizes && stages_of(p, kLogWarps, machine) > 0 && p.values.along == 1 &&
+  return has_result(p) && sizes && Tiling(p).stages(kLogWarps, machine) > 0 && p.values.along == 1 &&
          is_aligned(p.values.data, 16) && keeps(p.m, p.values.line * bytes, 16) &&
          (p.words.along == 1 || p.k <= 8 * p.word_bytes) && is_aligned(p.words.data, run / 8) &&
          keeps(p.m, p.words.line * p.word_bytes, run / 8);
@@ -357,24 +364,24 @@ bool fits(const Problem& p, const Machine& machine) {
 /// both and to its shared memory, and its tensor cores. The proportions of the rates took the best of all
 /// configurations of 4096² with 1 to 32 columns, or one within 2%; their scale is that of 512² to 8192² with 1 to 16. A
 /// wave is as long as a full one; with clusters that were not counted, all bytes count once.
-double cost(const Problem& p, const Config& config, const Machine& machine, std::int64_t clusters) {
+double cost(const Problem& p, const Tiling& tiling, const Config& config, const Machine& machine,
+            std::int64_t clusters) {
   constexpr double kMemory = 2.76e6, kL2 = 3.84e6, kPort = 28.8e3, kShared = 153.6e3, kRemote = 38.4e3;
   constexpr double kColumn = 22.0 / 1200, kStage = 1.0 / 3, kStart = 5.0 / 3, kMeet = 0.5, kMeetEach = 0.125;
   constexpr double kFirstBytes = 1.0, kManyColumns = 1.25, kGather = 2.0;
-  const Operand& operand = operand_of(p);
-  const int columns = columns_of(p), log = log_rows(config), parts = parts_of(log);
+  const int columns = tiling.columns, log = log_rows(config), parts = parts_of(log);
   const bool counted = config.split == 1 || clusters > 0;
   const std::int64_t resident = config.split == 1
                                     ? machine.multiprocessors
                                     : config.split * (counted ? clusters : machine.multiprocessors / config.split);
-  const std::int64_t ctas = ceil_div(p.m, config.rows) * config.split, blocks = ceil_div(p.k * operand.bytes, 256);
+  const std::int64_t ctas = ceil_div(p.m, config.rows) * config.split;
   const std::int64_t waves = ceil_div(ctas, resident);
-  const auto stages = static_cast<double>(ceil_div(ceil_div(blocks, parts), config.split));  // of a CTA
+  const auto stages = static_cast<double>(ceil_div(ceil_div(tiling.blocks, parts), config.split));  // of a CTA
   const double fetched = stages * static_cast<double>(counted ? waves * std::min(ctas, resident) : ctas);
-  const double sparse = kWarps * (kValueBytes + kRows * kBlockRuns * operand.run_words());
+  const double sparse = kWarps * (kValueBytes + kRows * kBlockRuns * tiling.operand.run_words());
   const double b = double(parts) * kBlockRuns * kRunBytes * double(p.n * p.batch);
   const double shared = 2 * sparse + b + double(kWarps) * kBlockRuns * kRunBytes * columns;
-  const double sums = sums_bytes(columns, log);
+  const double sums = tiling.sums_bytes(log);
   const double meet = config.split > 1 ? kMeet + kMeetEach * config.split + sums / kRemote : sums / kShared;
   const double slower = p.b.row != 1 ? kGather : p.n * p.batch > 32 ? kManyColumns : 1.0;
   const double stage = std::max((sparse + b) / kPort, std::max(shared / kShared, kColumn * columns) + kStage);
@@ -385,22 +392,31 @@ double cost(const Problem& p, const Config& config, const Machine& machine, std:
   return work.microseconds();
 }
 
+double cost(const Problem& p, const Config& config, const Machine& machine, std::int64_t clusters) {
+  return cost(p, Tiling(p), config, machine, clusters);
+}
+
 void list(const Problem& p, const Machine& machine, Candidates& list) {
-  static_assert(kBlockRuns * kRunBytes == 256);
-  const std::int64_t blocks = ceil_div(p.k * operand_of(p).bytes, 256);
+  const Tiling tiling(p);
+  std::array<int, kLogWarps + 1> stages{};
+  for (int log = 0; log <= kLogWarps; ++log) {
+    stages[static_cast<std::size_t>(log)] = tiling.stages(log, machine);
+  }
   for (int split = 1; split <= (machine.arch >= 90 ? kMostSplit : 1); ++split) {
     for (int log = 0; log <= kLogWarps; ++log) {
-      const int stages = stages_of(p, log, machine);
-      const Config config{.family = &kSmallNCpAsync, .rows = kRows << log, .split = split, .stages = stages};
-      if (stages > 0 && (split == 1 || ceil_div(blocks, parts_of(log)) >= split)) {
-        list.add(config, cost(p, config, machine, 0));
+      const Config config{.family = &kSmallNCpAsync,
+                          .rows = kRows << log,
+                          .split = split,
+                          .stages = stages[static_cast<std::size_t>(log)]};
+      if (config.stages > 0 && (split == 1 || ceil_div(tiling.blocks, parts_of(log)) >= split)) {
+        list.add(config, cost(p, tiling, config, machine, 0));
       }
     }
   }
 }
 
 int clusters(const Problem& p, const Config& config, int device) {
-  return kernel(p, columns_of(p), device)
+  return kernel(Tiling(p), device)
       .resident_clusters(config.split, kThreads, fretwork::cuda::device_info(device).shared_per_block);
 }
 
@@ -413,7 +429,7 @@ std::int64_t wide_step(const Problem& p, int bytes) {
 }
 
 Params fill(const Problem& p, const Config& config) {
-  const int bytes = operand_of(p).bytes;
+  const int bytes = static_cast<int>(size_of(p.dtype));
   Params params{};
   params.values = p.values.data;
   params.words = p.words.data;
@@ -457,11 +473,10 @@ Params fill(const Problem& p, const Config& config) {
 }
 
 void launch(const Problem& p, const Config& config, const Machine& machine, Context& context) {
-  const int columns = columns_of(p), log = log_rows(config);
+  const Tiling tiling(p);
+  const int log = log_rows(config), shared = std::max(config.stages * tiling.stage_bytes(log), tiling.sums_bytes(log));
   const Params params = fill(p, config);
-  const int shared =
-      std::max(config.stages * stage_bytes(columns, log, operand_of(p).run_words()), sums_bytes(columns, log));
-  kernel(p, columns, context.device.index)
+  kernel(tiling, context.device.index)
       .launch_clusters(ceil_div(p.m, config.rows) * config.split, config.split, kThreads, shared, &params,
                        context.stream, machine.arch >= 90);
 }

@@ -1,7 +1,6 @@
 // Chooses the kernel of a 2:4 product on a GPU, and says where a dense product is faster.
 #include "ops/two_four/choose.h"
 
-#include <limits>
 
 #include "fretwork/two_four.h"
 #include "runtime/cuda_driver.h"

@@ -260,7 +260,7 @@ void check(const Format& f, std::int64_t* bad, Context& context) {
       return [&, dense = Window<T>(f.dense, kernels)](const Tile& t) mutable {
         const auto from = dense.load(t);
         for (std::int64_t l = 0; l < t.lines; ++l) {
-          if (kernels.look(from[l], t.count / f.group())) {
+          if (kernels.look(from[l], 0, t.count / f.group())) {
             find_bad(f, from[l], t, t.line + l, first);
           }
         }
@@ -369,7 +369,7 @@ void prune(const Format& f, const Matrix& out, bool transposable, Context& conte
           if (transposable) {
             kernels.squares(from[l], from.pitch, groups, to[l], to.pitch);
           } else {
-            kernels.prune(from[l], groups, to[l]);
+            kernels.prune(from[l], 0, groups, to[l], 0);
           }
         }
         kept.store(t);

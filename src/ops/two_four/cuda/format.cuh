@@ -177,7 +177,7 @@ __device__ __forceinline__ void put_unit(const Params& p, const Matrix& m, Place
   if (m.turned) {
     unit_of<kSize>(tile_memory, line, unit) = what;
   } else {
-    store_unit<kSize>(p, m, at.line + line, at.k + unit * TileSizes<kSize>::kElements, what);
+    store_piece<kSize, 4>(p, m, at.line + line, at.k + unit * TileSizes<kSize>::kElements, what);
   }
 }
 template <int kSize>
@@ -235,9 +235,7 @@ __device__ __forceinline__ void compress_plain(const Params& p, Place at) {
 #pragma unroll
       for (int g = Tile::kGroups - 1; g >= 0; --g) {
         if (too_many<kSize>(group_set<kSize>(units[n], g, p.magnitude))) {
-          const i64 begin = k + g * Tile::kGroup, y = line + n * kRows;
-          const u64 place = static_cast<u64>(p.transposed ? begin * p.lines + y : y * p.k + begin);
-          first = place < first ? place : first;
+          note_bad(p, line + n * kRows, k + g * Tile::kGroup, first);
         }
       }
     }
@@ -285,13 +283,11 @@ __global__ void __launch_bounds__(kThreads) compress(const __grid_constant__ Par
       nibbles |= nibble << 4 * g;
       keep<kSize>(unit, g, nibble, half);
       if (too_many<kSize>(set)) {
-        const i64 begin = k + g * Tile::kGroup;
-        const u64 place = static_cast<u64>(p.transposed ? begin * p.lines + line : line * p.k + begin);
-        first = place < first ? place : first;
+        note_bad(p, line, k + g * Tile::kGroup, first);
       }
     }
     if (p.packed.words != nullptr) {
-      store_values<kSize>(p, line, k, half);
+      store_piece<kSize, 2>(p, p.packed.values, line, k, half);
       store_nibbles<kSize>(p, line, k, nibbles);
     }
   });
@@ -310,7 +306,7 @@ __global__ void __launch_bounds__(kThreads) gather(const __grid_constant__ Param
     for (int g = 0; g < Tile::kGroups; ++g) {
       keep<kSize>(unit, g, nibbles >> 4 * g & 0xfu, half);
     }
-    store_values<kSize>(p, line, k, half);
+    store_piece<kSize, 2>(p, p.packed.values, line, k, half);
   });
 }
 
@@ -406,9 +402,7 @@ __global__ void __launch_bounds__(kCtaThreads) check_metadata(const __grid_const
       const bool valid = (p.valid >> nibble & 1u) != 0;
       const bool empty = (!valid || (writes && p.keep_valid == 0)) && keeps_nothing(p, line, g);
       if (!valid && !empty) {
-        const i64 begin = g * p.group;
-        const u64 place = static_cast<u64>(p.transposed ? begin * p.lines + line : line * p.k + begin);
-        first = place < first ? place : first;
+        note_bad(p, line, g * p.group, first);
       }
       canonical ^= empty ? 0u : (nibble ^ 4u) << 4 * h;
     }

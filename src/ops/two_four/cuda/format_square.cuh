@@ -602,7 +602,7 @@ __global__ void __launch_bounds__(kThreads, 4) squares(const __grid_constant__ P
 #pragma unroll 1
     for (int n = static_cast<int>(threadIdx.x); n < Tile::kLines * Tile::kUnits; n += kThreads) {
       const int y = n / Tile::kUnits, x = n % Tile::kUnits;
-      store_unit<kSize>(p, p.out, at.line + y, at.k + x * Tile::kElements, unit_of<kSize>(tile_memory, y, x));
+      store_piece<kSize, 4>(p, p.out, at.line + y, at.k + x * Tile::kElements, unit_of<kSize>(tile_memory, y, x));
     }
   }
 }

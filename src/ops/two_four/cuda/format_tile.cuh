@@ -99,18 +99,20 @@ __device__ __forceinline__ void load_pieces(const Params& p, const Matrix& m, Pl
   }
 }
 
-/// A unit to global memory, without what lies outside the matrix.
-template <int kSize>
-__device__ __forceinline__ void store_unit(const Params& p, const Matrix& m, i64 line, i64 k, const Unit& unit) {
+/// A piece to global memory, 16 or 8 bytes (of the dense matrix, of values), without what lies outside the matrix.
+template <int kSize, int kWords>
+__device__ __forceinline__ void store_piece(const Params& p, const Matrix& m, i64 line, i64 k,
+                                            const word_group<kWords>& piece) {
+  constexpr int kShare = 4 / kWords;  // elements of a line for one here
   if (line < p.lines && k < p.k) {
     if (m.wide) {
-      store_words<4>(element_at<kSize>(m, line, k), unit.words);
+      store_words<kWords>(element_at<kSize>(m, line, k / kShare), piece.words);
     } else {
 #pragma unroll
-      for (int e = 0; e < 16 / kSize; ++e) {
-        if (k + e < p.k) {
-          *element_at<kSize>(m, line, k + e) =
-              static_cast<typename TileSizes<kSize>::bits>(unit.words[e * kSize / 4] >> 8 * (e * kSize % 4));
+      for (int e = 0; e < 4 * kWords / kSize; ++e) {
+        if (k + kShare * e < p.k) {
+          *element_at<kSize>(m, line, k / kShare + e) =
+              static_cast<typename TileSizes<kSize>::bits>(piece.words[e * kSize / 4] >> 8 * (e * kSize % 4));
         }
       }
     }
@@ -282,22 +284,10 @@ __device__ __forceinline__ void store_nibbles(const Params& p, i64 line, i64 k, 
 /// What is kept of a unit: 8 bytes.
 using Half = word_group<2>;
 
-template <int kSize>
-__device__ __forceinline__ void store_values(const Params& p, i64 line, i64 k, const Half& half) {
-  const Matrix& m = p.packed.values;
-  if (line < p.lines && k < p.k) {
-    if (m.wide) {
-      store_words<2>(element_at<kSize>(m, line, k / 2), half.words);
-    } else {
-#pragma unroll
-      for (int e = 0; e < 8 / kSize; ++e) {
-        if (k + 2 * e < p.k) {
-          *element_at<kSize>(m, line, k / 2 + e) =
-              static_cast<typename TileSizes<kSize>::bits>(half.words[e * kSize / 4] >> 8 * (e * kSize % 4));
-        }
-      }
-    }
-  }
+/// `first` becomes the place of a bad group, if that is less.
+__device__ __forceinline__ void note_bad(const Params& p, i64 line, i64 k, u64& first) {
+  const u64 place = static_cast<u64>(p.transposed ? k * p.lines + line : line * p.k + k);
+  first = place < first ? place : first;
 }
 
 /// Makes *bad the least of all `first`, one of each thread; all ones are none.

@@ -104,7 +104,7 @@ class Codes {
   alignas(64) std::uint8_t bytes_[kBytes / 4 + 64];
 };
 
-/// The smallest place that anyone names.
+/// The smallest place that was reported.
 class First {
  public:
   void at(const Format& f, std::int64_t line, std::int64_t position) {
@@ -189,7 +189,7 @@ void for_tiles_across(const Format& f, Context& context, const F& each) {
 
 Tile halved(const Tile& t) { return {t.line, t.lines, t.at / 2, t.count / 2}; }
 
-/// Compresses lines that hold tile `t` of f. Where a group has too many, first (unless null) hears of it.
+/// Compresses lines that hold tile `t` of f. Reports a group with too many to `first`, unless that is null.
 template <typename T>
 void compress_tile(const Format& f, const Lines<T>& from, const Tile& t, Window<T>& values, Codes& codes,
                    First* first) {

@@ -315,18 +315,18 @@ constexpr auto kLanesOf = static_cast<std::int64_t>(hn::MaxLanes(hn::ScalableTag
 template <typename T, int kGroup>
 constexpr RowsKernel kRowsOf{kLanesOf<T>, 4, kGroup * sizeof(T), nullptr, &AddAllRows<T, kGroup>};
 
-const RowsKernel* RowsFor(Kind kind) {
+const RowsKernel* RowsFor(KernelType type) {
   static constexpr RowsKernel kernels[] = {kRowsOf<double, 4>, kRowsOf<float, 4>, kRowsOf<std::int32_t, 4>,
                                            kRowsOf<float, 2>};
-  return &kernels[static_cast<int>(kind)];
+  return &kernels[static_cast<int>(type)];
 }
 
-const DotsKernel* DotsFor(Kind kind) {
+const DotsKernel* DotsFor(KernelType type) {
   static constexpr DotsKernel kernels[] = {{kLanesOf<double>, &PackDots<double, 4>, &AddAllDots<double, 4>},
                                            {kLanesOf<float>, &PackDots<float, 4>, &AddAllDots<float, 4>},
                                            {0, nullptr, nullptr},
                                            {kLanesOf<float>, &PackDots<float, 2>, &AddAllDots<float, 2>}};
-  return &kernels[static_cast<int>(kind)];
+  return &kernels[static_cast<int>(type)];
 }
 
 }  // namespace fretwork::two_four::cpu::HWY_NAMESPACE
@@ -337,11 +337,11 @@ namespace fretwork::two_four::cpu {
 HWY_EXPORT(RowsFor);
 HWY_EXPORT(DotsFor);
 
-const RowsKernel& rows_kernel(Kind kind) {
-  return kind >= Kind::bf16_pairs ? pairs_rows_kernel(kind) : *HWY_DYNAMIC_DISPATCH(RowsFor)(kind);
+const RowsKernel& rows_kernel(KernelType type) {
+  return type >= KernelType::bf16_pairs ? pairs_rows_kernel(type) : *HWY_DYNAMIC_DISPATCH(RowsFor)(type);
 }
-const DotsKernel& dots_kernel(Kind kind) {
-  return kind >= Kind::bf16_pairs ? pairs_dots_kernel(kind) : *HWY_DYNAMIC_DISPATCH(DotsFor)(kind);
+const DotsKernel& dots_kernel(KernelType type) {
+  return type >= KernelType::bf16_pairs ? pairs_dots_kernel(type) : *HWY_DYNAMIC_DISPATCH(DotsFor)(type);
 }
 
 }  // namespace fretwork::two_four::cpu

@@ -1,4 +1,4 @@
-// The plain kernel: every type, stride and size, in fp32 (int32 for i8 and u8) without tensor cores. A CTA has 128 × 64
+// generic: every type, stride and size, in fp32 (int32 for i8 and u8) without tensor cores. A CTA has 128 × 64
 // sums, a thread 8 × 8. A group's elements of b lie in registers, and each row picks what it keeps there; nothing else
 // is multiplied.
 #pragma once

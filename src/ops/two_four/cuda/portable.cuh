@@ -1,6 +1,6 @@
-// kProducts on the sparse tensor cores of sm_80 and later (fp8: sm_89, sm_12x). Values and metadata lie along k and b
-// in lines of whole 16-byte chunks, zero-padded to the end of a chunk. A CTA with four warps has 128 × 128 sums (64
-// columns for tf32x3); a ring of stages, each 128 bytes of k deep, is filled ahead.
+// portable: products on the sparse tensor cores of sm_80 and later (fp8: sm_89, sm_12x). Values and metadata lie along
+// k and b in lines of whole 16-byte chunks, zero-padded to the end of a chunk. A CTA with four warps has 128 × 128 sums
+// (64 columns for tf32x3); a ring of stages, each 128 bytes of k deep, is filled ahead.
 #pragma once
 
 #include "device/gemm_sp.cuh"

@@ -1,4 +1,5 @@
-// 2:4 products of 16-bit types with few columns and weights so small that a launch takes longer than reading them.
+// small_n_registers: 2:4 products of 16-bit types with few columns and weights so small that a launch takes longer than
+// reading them.
 // There is no ring and no cluster, and only sums go through shared memory. A CTA has 16 rows and the whole depth, its
 // warps split the depth, and every lane issues all its loads at once. The k of the slots of an mma are as in
 // small_n_cp_async.cuh: lane t of a quad has run t of four, and of b every second word of runs t / 2 and t / 2 + 2.

@@ -242,7 +242,7 @@ void set_result(const Problem& p, Params& params) {
   params.plain = p.is_plain() ? 1 : 0;
 }
 
-/// How many tiles there are, and who has which.
+/// How many tiles there are, and in which order CTAs take them.
 void set_tiles(const Problem& p, const Config& config, Params& params) {
   const std::int64_t row_tiles = ceil_div(p.m, kRows * config.pair), col_tiles = ceil_div(p.n, config.columns);
   const std::int64_t share = std::min<std::int64_t>(kShare / config.pair, row_tiles), tail = row_tiles % share;

@@ -1,5 +1,5 @@
-// 2:4 products on Hopper's sparse tensor cores (wgmma.sp): one thread fetches values, metadata and b, two warpgroups
-// multiply 64 rows each. Depths are counted in bytes, so one loop serves every type.
+// tma_gemm: 2:4 products on Hopper's sparse tensor cores (wgmma.sp): one thread fetches values, metadata and b, two
+// warpgroups multiply 64 rows each. Depths are counted in bytes, so one loop serves every type.
 #pragma once
 
 #include "device/activation.cuh"
@@ -234,8 +234,8 @@ __device__ __forceinline__ void multiply(Sum (&d)[kWidth / 2], const Params& p, 
 // ------------------------------------------------------------------------------------------------------- results
 
 /// Adds up what the CTAs of a cluster have of a tile, always in the same order: the first gets the first slice of its
-/// columns, and if there are two slices the second the other, in the first sums of d. The rings are empty, and nobody
-/// fills them again.
+/// columns, and if there are two slices the second the other, in the first sums of d. The rings are empty and
+/// not filled again.
 template <int kSlices, int kSize, typename Sum>
 __device__ __forceinline__ void add_parts(Sum (&d)[kSize], u32 base, int rank, int split) {
   constexpr int kEach = kSize / kSlices, kPlace = kEach * 1024;  // bytes of a slice

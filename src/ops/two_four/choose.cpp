@@ -1,7 +1,6 @@
 // Chooses the kernel of a 2:4 product on a GPU, and says where a dense product is faster.
 #include "ops/two_four/choose.h"
 
-
 #include "fretwork/two_four.h"
 #include "runtime/cuda_driver.h"
 
@@ -13,8 +12,8 @@ namespace driver = fretwork::cuda;
 constexpr const KernelFamily* kFamilies[] = {&kSmallNRegisters, &kSmallNTma, &kSmallNCpAsync,
                                              &kTmaGemm,         &kPortable,  &kGeneric};
 
-/// The family that a call takes: the first that fits, in the order of their speed. A later one is not priced, because
-/// its cost may depend on its kernel, which would be compiled for that.
+/// The family that a call takes: the first that fits, in the order of their speed. Later ones are not priced, because
+/// counting their clusters would compile their kernels.
 /// With up to 64 columns the kernels for them win wherever they fit: 4096² bf16 with 16 columns takes 12.6 µs on
 /// small_n_tma and 15.2 on small_n_cp_async, 2048² 7.6 on small_n_registers and 8.3 on small_n_tma.
 /// small_n_cp_async loses to tma_gemm with more than 32 columns (4096² with 64: 21.0 and 17.5 µs), and where b does not
@@ -63,7 +62,7 @@ std::string Config::text() const {
 Config choose(const KernelFamily& family, const Problem& problem, const Machine& machine, const CountClusters& count) {
   Candidates list;
   family.list(problem, machine, list);
-  std::array<bool, 32> counted{};
+  std::array<bool, Candidates::kMost> counted{};
   while (true) {
     const std::span<Candidate> all = list.all();
     const auto best = std::ranges::min_element(all, {}, &Candidate::microseconds);

@@ -46,16 +46,17 @@ struct Candidate {
   double microseconds = 0;
 };
 
-/// Up to 32 candidates: a call allocates nothing.
+/// A list of fixed capacity: a call allocates nothing. small_n_cp_async has most, 8 splits × 4 heights of tiles.
 class Candidates {
  public:
+  static constexpr std::size_t kMost = 32;
   Candidates() {}  // NOLINT: elements come to life in add
   void add(const Config& config, double microseconds) { std::construct_at(&all_[count_++], config, microseconds); }
   std::span<Candidate> all() { return {all_, count_}; }
 
  private:
   union {
-    Candidate all_[32];
+    Candidate all_[kMost];
   };
   std::size_t count_ = 0;
 };
@@ -73,7 +74,8 @@ struct Work {
     return kLaunch + std::max({memory, l2, busiest}) + serial;
   }
 };
-/// What large copies reach on an H200, in bytes per microsecond.
+/// Bytes per microsecond: the sparse operand of 14336 × 4096 bf16, 66 MB, takes 20 µs of the 27 of a product with few
+/// columns on an H200.
 inline constexpr double kMemoryRate = 3.3e6;
 
 /// Bytes of values and metadata.

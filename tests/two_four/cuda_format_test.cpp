@@ -1,12 +1,11 @@
 // The plain 2:4 form on a real GPU against the CPU, bit for bit, with what lies around the outputs. Skipped where there
-// is none. --gtest_also_run_disabled_tests prints how fast the conversions are.
+// is none.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -16,6 +15,7 @@
 
 #include "ops/two_four/problem.h"
 #include "runtime/cuda_driver.h"
+#include "support/device_tensor.h"
 
 namespace fretwork {
 namespace {
@@ -23,7 +23,7 @@ namespace {
 using two_four::Format;
 using two_four::Matrix;
 using Index = std::int64_t;
-using Bytes = std::vector<unsigned char>;
+using Bytes = std::vector<std::byte>;
 
 constexpr DType kTypes[] = {DType::f32, DType::f16, DType::bf16, DType::i8, DType::u8, DType::f8_e4m3, DType::f8_e5m2};
 
@@ -32,58 +32,51 @@ enum class Lie { lines, lines_wide, lines_odd, across, across_wide, across_odd, 
 constexpr Lie kLies[] = {Lie::lines,       Lie::lines_wide, Lie::lines_odd, Lie::across,
                          Lie::across_wide, Lie::across_odd, Lie::scattered};
 
-/// A matrix on the host and on the device, with poison around it and in its gaps.
-class Twin {
+/// A matrix on the host, where the CPU computes, and on the GPU.
+class Twin : public MirroredTensor {
  public:
-  Twin(Index lines, Index count, Index size, Lie lie) : lines_(lines), count_(count), size_(size) {
-    const Index wide = 16 / size;
-    switch (lie) {
-      case Lie::lines:
-        line_ = count;
-        break;
-      case Lie::lines_wide:
-        line_ = (count + wide - 1) / wide * wide + wide;
-        break;
-      case Lie::lines_odd:
-        line_ = count + 3;
-        begin_ = size;
-        break;
-      case Lie::across:
-        line_ = 1, along_ = lines;
-        break;
-      case Lie::across_wide:
-        line_ = 1, along_ = (lines + wide - 1) / wide * wide + wide;
-        break;
-      case Lie::across_odd:
-        line_ = 1, along_ = lines + 5;
-        begin_ = size;
-        break;
-      case Lie::scattered:
-        line_ = 2 * count * 3 + 1, along_ = 3;
-        break;
-    }
-    host.assign(static_cast<std::size_t>(2 * kGuard + begin_ + (lines * line_ + count * along_ + 1) * size), 0xa5);
+  Twin(Index lines, Index count, Index size, Lie lie)
+      : MirroredTensor(size == 1   ? DType::i8
+                       : size == 2 ? DType::i16
+                                   : DType::i32,
+                       std::array{lines, count}, strides_of(lines, count, size, lie),
+                       lie == Lie::lines_odd || lie == Lie::across_odd ? static_cast<std::size_t>(size) : 256) {}
+  /// The GPU's storage; the host's stays as it is.
+  Bytes download(cuda::Handle stream = nullptr) {
+    const Bytes here = storage();
+    MirroredTensor::download(stream);
+    Bytes there = storage();
+    std::ranges::copy(here, data());
+    return there;
   }
-  void upload() { device_ = cuda::DeviceBuffer(0, host.data(), host.size()); }
-  Bytes download() const {
-    Bytes bytes(host.size());
-    cuda::copy_to_host(bytes.data(), device_.data(), bytes.size(), nullptr);
-    cuda::synchronize(nullptr);
-    return bytes;
-  }
-  Matrix on_host() { return matrix(host.data()); }
-  Matrix on_device() const { return matrix(device_.data()); }
-  unsigned char* at(Index line, Index n) { return host.data() + kGuard + begin_ + (line * line_ + n * along_) * size_; }
-  Index lines() const { return lines_; }
-  Index count() const { return count_; }
-
-  Bytes host;
+  void fill_bytes(unsigned char byte) { std::fill_n(data(), bytes(), std::byte{byte}); }
+  Matrix on_host() const { return {view.data, view.stride(0), view.stride(1)}; }
+  Matrix on_device() const { return {device_view.data, view.stride(0), view.stride(1)}; }
+  unsigned char* at(Index line, Index n) { return reinterpret_cast<unsigned char*>(address(line * count() + n)); }
+  Index lines() const { return view.size(0); }
+  Index count() const { return view.size(1); }
 
  private:
-  static constexpr Index kGuard = 256;
-  Matrix matrix(void* data) const { return {static_cast<unsigned char*>(data) + kGuard + begin_, line_, along_}; }
-  Index lines_, count_, size_, line_ = 0, along_ = 1, begin_ = 0;
-  cuda::DeviceBuffer device_;
+  static std::array<Index, 2> strides_of(Index lines, Index count, Index size, Lie lie) {
+    const Index wide = 16 / size;
+    const auto widened = [wide](Index n) { return (n + wide - 1) / wide * wide + wide; };
+    switch (lie) {
+      case Lie::lines:
+        return {count, 1};
+      case Lie::lines_wide:
+        return {widened(count), 1};
+      case Lie::lines_odd:
+        return {count + 3, 1};
+      case Lie::across:
+        return {1, lines};
+      case Lie::across_wide:
+        return {1, widened(lines)};
+      case Lie::across_odd:
+        return {1, lines + 5};
+      default:
+        return {2 * count * 3 + 1, 3};
+    }
+  }
 };
 
 /// Elements for tests: any bits, a few small numbers that tie often, or zeros of both signs among them.
@@ -198,10 +191,10 @@ struct Both {
     return f;
   }
   void compare() {
-    EXPECT_EQ(dense.download(), dense.host) << "dense";
-    EXPECT_EQ(values.download(), values.host) << "values";
-    EXPECT_EQ(words.download(), words.host) << "words";
-    EXPECT_EQ(out.download(), out.host) << "out";
+    EXPECT_EQ(dense.download(), dense.storage()) << "dense";
+    EXPECT_EQ(values.download(), values.storage()) << "values";
+    EXPECT_EQ(words.download(), words.storage()) << "words";
+    EXPECT_EQ(out.download(), out.storage()) << "out";
   }
 };
 
@@ -361,7 +354,7 @@ TEST_F(TwoFourFormatCuda, GoesBackToDense) {
   each(sizes, [&](Both& both, unsigned seed) {
     fill_sparse(both.dense, both.format.dtype, seed);
     two_four::cpu::compress(both.on_host(), nullptr, cpu);
-    std::fill(both.dense.host.begin(), both.dense.host.end(), static_cast<unsigned char>(0x5a));
+    both.dense.fill_bytes(0x5a);
     both.upload();
     two_four::cpu::to_dense(both.on_host(), cpu);
     two_four::cuda::to_dense(both.on_device(), gpu);
@@ -373,7 +366,7 @@ TEST_F(TwoFourFormatCuda, Gathers) {
   each(sizes, [&](Both& both, unsigned seed) {
     fill_sparse(both.dense, both.format.dtype, seed);
     two_four::cpu::compress(both.on_host(), nullptr, cpu);
-    std::fill(both.values.host.begin(), both.values.host.end(), static_cast<unsigned char>(0x5a));
+    both.values.fill_bytes(0x5a);
     Elements elements(both.format.dtype, seed);
     fill(both.dense, both.format.dtype, [&](Index, Index) { return elements.any(); });
     both.upload();
@@ -497,63 +490,12 @@ TEST_F(TwoFourFormatCuda, RunsInGraphs) {
     call("cuGraphLaunch", executable, stream);
     cuda::synchronize(stream);
     EXPECT_EQ(bad.read(), -1);
-    EXPECT_EQ(both.words.download(), both.words.host);
-    EXPECT_EQ(both.out.download(), both.out.host);
+    EXPECT_EQ(both.words.download(), both.words.storage());
+    EXPECT_EQ(both.out.download(), both.out.storage());
   }
   call("cuGraphExecDestroy", executable);
   call("cuGraphDestroy", graph);
   call("cuStreamDestroy_v2", stream);
-}
-
-/// Median time of a few calls, each with cold caches, as bytes moved per second.
-TEST_F(TwoFourFormatCuda, DISABLED_Speed) {
-  constexpr Index kSide = 8192, kBytes = kSide * kSide * 2, kHalf = kBytes / 2, kWords = kBytes / 16;
-  const cuda::DeviceBuffer cold(0, nullptr, std::size_t{256} << 20);
-  const auto time = [&](const char* name, Index bytes, const std::function<void()>& run) {
-    cuda::Timer timer;
-    std::vector<float> times;
-    for (int n = 0; n < 12; ++n) {
-      cuda::fill_zero(cold.data(), cold.bytes(), nullptr);
-      timer.start(nullptr);
-      run();
-      times.push_back(timer.stop(nullptr));
-    }
-    std::nth_element(times.begin(), times.begin() + 6, times.end());
-    std::printf("%-26s %7.1f us %6.0f GB/s\n", name, 1e3f * times[6], 1e-6 * static_cast<double>(bytes) / times[6]);
-  };
-  for (const bool dim0 : {false, true}) {
-    const Lie lie = dim0 ? Lie::across : Lie::lines;
-    std::printf("bf16 8192×8192, along dim %d\n", dim0 ? 0 : 1);
-    Both both(kSide, kSide, DType::bf16, 2, dim0, lie, Lie::lines, lie);
-    Elements elements(DType::bf16, 1);
-    std::vector<std::uint32_t> few(4099);
-    std::generate(few.begin(), few.end(), [&] { return elements.plain(); });
-    std::size_t next = 0;
-    fill(both.dense, DType::bf16, [&](Index, Index) { return few[next++ % few.size()]; });
-    both.upload();
-    const Format f = both.on_device();
-    const Matrix out = both.out.on_device();
-    Format pruned = f;
-    pruned.dense = out;
-    const Bad bad;
-    time("copy", 2 * kBytes, [&] { cuda::copy_on_device(out.data, f.dense.data, kBytes, nullptr); });
-    time("prune, transposable", 2 * kBytes, [&] { two_four::cuda::prune(f, out, true, gpu); });
-    time("prune", 2 * kBytes, [&] { two_four::cuda::prune(f, out, false, gpu); });
-    time("compress", kBytes + kHalf + kWords, [&] { two_four::cuda::compress(pruned, bad.at(), gpu); });
-    time("check", kBytes, [&] { two_four::cuda::check(pruned, bad.at(), gpu); });
-    time("check, all bad", kBytes, [&] { two_four::cuda::check(f, bad.at(), gpu); });
-    time("check_metadata", kWords, [&] { two_four::cuda::check_metadata(f, {}, true, bad.at(), gpu); });
-    time("gather", kBytes + kHalf + kWords, [&] { two_four::cuda::gather(f, gpu); });
-    time("to_dense", kBytes + kHalf + kWords, [&] { two_four::cuda::to_dense(pruned, gpu); });
-    Both other(kSide, kSide, DType::bf16, 2, true, Lie::lines, Lie::lines, Lie::lines);
-    other.values.upload();
-    other.words.upload();
-    Format cols = other.format;
-    cols.dense = {f.dense.data, f.dense.along, f.dense.line};
-    cols.values = other.values.on_device();
-    cols.words = other.words.on_device();
-    time("prune_both", kBytes + 2 * (kHalf + kWords), [&] { two_four::cuda::prune_both(f, cols, gpu); });
-  }
 }
 
 }  // namespace

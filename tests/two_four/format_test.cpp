@@ -4,18 +4,21 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <random>
 #include <set>
 #include <utility>
 #include <vector>
 
+#include "core/element.h"
 #include "core/half.h"
 #include "fretwork/executor_tbb.h"
 #include "fretwork/fretwork.h"
 #include "fretwork/two_four.h"
 #include "ops/two_four/problem.h"
 #include "support/error_text.h"
+#include "support/tensor.h"
 
 namespace fretwork {
 namespace {
@@ -24,32 +27,7 @@ constexpr DType kTypes[] = {DType::f64, DType::f32, DType::f16,     DType::bf16,
                             DType::i8,  DType::u8,  DType::f8_e4m3, DType::f8_e5m2};
 constexpr DType kWords[] = {DType::i8, DType::i16, DType::i32, DType::u8, DType::u16, DType::u32};
 
-double value_of(std::uint64_t bits, DType dtype) {
-  const auto small = static_cast<std::uint16_t>(bits);
-  switch (dtype) {
-    case DType::f64:
-      return std::bit_cast<double>(bits);
-    case DType::f32:
-      return std::bit_cast<float>(static_cast<std::uint32_t>(bits));
-    case DType::f16:
-      return float_from_f16(small);
-    case DType::bf16:
-      return float_from_bf16(small);
-    case DType::i8:
-      return static_cast<std::int8_t>(bits);
-    case DType::u8:
-      return static_cast<std::uint8_t>(bits);
-    case DType::f8_e5m2:
-      return float_from_f16(static_cast<std::uint16_t>(small << 8));
-    default: {
-      const int rest = small & 0x7f, exponent = rest >> 3, mantissa = rest & 7;
-      const double size = rest == 0x7f    ? std::numeric_limits<double>::quiet_NaN()
-                          : exponent == 0 ? mantissa * std::exp2(-9)
-                                          : (8 + mantissa) * std::exp2(exponent - 10);
-      return (small & 0x80) != 0 ? -size : size;
-    }
-  }
-}
+double value_of(std::uint64_t bits, DType dtype) { return read_element<double>(&bits, dtype, 0); }
 
 /// What ranks it: NaN above all.
 double size_of_value(std::uint64_t bits, DType dtype) {
@@ -61,55 +39,26 @@ double size_of_value(std::uint64_t bits, DType dtype) {
 enum class Lie { rows, columns, gaps, reversed };
 constexpr Lie kLies[] = {Lie::rows, Lie::columns, Lie::gaps, Lie::reversed};
 
-/// A matrix with guards around it and in its gaps.
-struct Buffer {
-  Buffer(DType type, std::int64_t rows, std::int64_t cols, Lie lie = Lie::rows) : size(size_of(type)) {
-    const std::int64_t sizes[] = {rows, cols};
-    std::int64_t strides[] = {cols, 1}, first = 8;
-    if (lie == Lie::columns) {
-      strides[0] = 1;
-      strides[1] = rows + 3;
-    } else if (lie == Lie::gaps) {
-      strides[0] = 2 * cols + 5;
-      strides[1] = 2;
-    } else if (lie == Lie::reversed) {
-      strides[1] = -1;
-      first += cols;
-    }
-    bytes.assign(static_cast<std::size_t>((rows + 4) * (2 * cols + 5) + 3 * cols + 32) * size, 0xa5);
-    view = TensorView(bytes.data() + first * static_cast<std::int64_t>(size), type, sizes, strides, {});
-  }
-  unsigned char* element(std::int64_t r, std::int64_t c) const {
-    return static_cast<unsigned char*>(view.data) +
-           (r * view.strides[0] + c * view.strides[1]) * static_cast<std::int64_t>(size);
-  }
+/// A matrix whose elements are bits.
+struct Buffer : Tensor {
+  Buffer(DType type, std::int64_t rows, std::int64_t cols, Lie lie = Lie::rows)
+      : Tensor(type, {rows, cols}, layout_of(lie)), size(size_of(type)) {}
   std::uint64_t get(std::int64_t r, std::int64_t c) const {
     std::uint64_t bits = 0;
-    std::copy_n(element(r, c), size, reinterpret_cast<unsigned char*>(&bits));
+    std::memcpy(&bits, address(r * cols() + c), size);
     return bits;
   }
-  void set(std::int64_t r, std::int64_t c, std::uint64_t bits) {
-    std::copy_n(reinterpret_cast<const unsigned char*>(&bits), size, element(r, c));
-  }
+  void set(std::int64_t r, std::int64_t c, std::uint64_t bits) { std::memcpy(address(r * cols() + c), &bits, size); }
   std::int64_t rows() const { return view.size(0); }
   std::int64_t cols() const { return view.size(1); }
-  bool guarded() const {
-    std::vector<bool> inside(bytes.size());
-    for (std::int64_t r = 0; r < rows(); ++r) {
-      for (std::int64_t c = 0; c < cols(); ++c) {
-        std::fill_n(inside.begin() + (element(r, c) - bytes.data()), size, true);
-      }
-    }
-    for (std::size_t b = 0; b < bytes.size(); ++b) {
-      if (!inside[b] && bytes[b] != 0xa5) {
-        return false;
-      }
-    }
-    return true;
+  static MemoryLayout layout_of(Lie lie) {
+    MemoryLayout layout = lie == Lie::columns ? MemoryLayout::transposed(2) : MemoryLayout{};
+    layout.step = lie == Lie::gaps ? 2 : 1;
+    layout.gap = lie == Lie::columns ? 3 : lie == Lie::gaps ? 5 : 0;
+    layout.backwards = lie == Lie::reversed ? 2 : 0;
+    return layout;
   }
   std::size_t size;
-  std::vector<unsigned char> bytes;
-  TensorView view;
 };
 
 /// A plain form with memory; dim 0 lies as the transpose of dim 1 does.
@@ -219,7 +168,7 @@ void expect_canonical(const Plain& got, const Along& m) {
       ASSERT_EQ(got.code(line, g), 4u) << "padding";
     }
   }
-  EXPECT_TRUE(got.values.guarded() && got.words.guarded());
+  EXPECT_TRUE(got.values.intact_around() && got.words.intact_around());
 }
 
 template <typename F>
@@ -263,7 +212,7 @@ TEST(TwoFourFormat, CompressesAndComesBack) {
       EXPECT_EQ(bad, -1);
       Buffer back = matrix_of(dtype, s, dim, kLies[random() % 4]);
       two_four::to_dense(plain.form, back.view, context);
-      EXPECT_TRUE(back.guarded());
+      EXPECT_TRUE(back.intact_around());
       for (std::int64_t r = 0; r < dense.rows(); ++r) {
         for (std::int64_t c = 0; c < dense.cols(); ++c) {
           ASSERT_TRUE(same(back.get(r, c), dense.get(r, c), dtype));
@@ -384,7 +333,7 @@ TEST(TwoFourFormat, TakesInAnyNibbleBesideZeros) {
       for (std::int64_t n = 0; n < lines * groups; ++n) {
         ASSERT_EQ(plain.code(n / groups, n % groups), canonical[static_cast<std::size_t>(n)]) << n;
       }
-      EXPECT_TRUE(plain.words.guarded() && words.words.guarded());
+      EXPECT_TRUE(plain.words.intact_around() && words.words.intact_around());
     }
   });
 }
@@ -407,7 +356,7 @@ TEST(TwoFourFormat, GathersWhatIsKept) {
         ASSERT_EQ(plain.values.get(line, v), m.get(line, from + kept[static_cast<std::size_t>(v % half)]));
       }
     }
-    EXPECT_TRUE(plain.values.guarded());
+    EXPECT_TRUE(plain.values.intact_around());
   });
 }
 
@@ -432,7 +381,7 @@ TEST(TwoFourFormat, PrunesTheSmallerHalf) {
           }
         }
       }
-      EXPECT_TRUE(out.guarded());
+      EXPECT_TRUE(out.intact_around());
     }
   });
 }
@@ -477,7 +426,7 @@ TEST(TwoFourFormat, PrunesSquaresBest) {
       dense.set(n / cols, n % cols, bits);
     }
     two_four::prune(dense.view, 1, true, out.view, context);
-    EXPECT_TRUE(out.guarded());
+    EXPECT_TRUE(out.intact_around());
     for (std::int64_t r = 0; r < rows; r += group) {
       for (std::int64_t c = 0; c < cols; c += group) {
         double sum = 0;
@@ -497,7 +446,7 @@ TEST(TwoFourFormat, PrunedSquaresAreValidBothWaysAndStay) {
       Buffer dense = matrix_of(dtype, s, dim, lie), out = matrix_of(dtype, s, dim, kLies[random() % 4]);
       fill(dense, dim, true, random);
       two_four::prune(dense.view, dim, true, out.view, context);
-      EXPECT_TRUE(out.guarded());
+      EXPECT_TRUE(out.intact_around());
       for (const int along : {0, 1}) {
         std::int64_t bad = 0;
         two_four::check(out.view, along, &bad, context);
@@ -671,56 +620,30 @@ TEST(TwoFourOrder, RefusesInWords) {
             "float64");
 }
 
-/// Small whole numbers in f32, with the leading dimensions in any order in memory.
-struct Numbers {
-  /// `order`: dimensions from the outermost in memory.
-  Numbers(std::vector<std::int64_t> sizes, std::vector<std::size_t> order, Random* random) {
-    std::vector<std::int64_t> strides(sizes.size());
-    std::int64_t step = 1;
-    for (std::size_t n = order.size(); n-- > 0; step *= sizes[order[n]]) {
-      strides[order[n]] = step;
-    }
-    data.assign(static_cast<std::size_t>(step), -77.0f);
-    for (float& x : data) {
-      x = random != nullptr ? static_cast<float>((*random)() % 9) - 4 : x;
-    }
-    view = TensorView(data.data(), DType::f32, sizes, strides, {});
-  }
-  float& at(std::int64_t z, std::int64_t y, std::int64_t r, std::int64_t c) {
-    const auto& s = view.strides;
-    return data[static_cast<std::size_t>(z * s[0] + y * s[1] + r * s[2] + c * s[3])];
-  }
-  std::vector<float> data;
-  TensorView view;
-};
-
 TEST(TwoFourMatmul, TakesAnyLeadingDimensions) {
-  using Order = std::vector<std::size_t>;
+  using Order = std::vector<std::size_t>;  // dimensions from the outermost in memory
   const Order orders[] = {{0, 1, 2, 3}, {0, 1, 3, 2}, {1, 0, 2, 3}, {2, 0, 1, 3}, {0, 3, 1, 2}, {3, 2, 1, 0}};
   Random random(11);
+  const std::uniform_int_distribution<int> small(-4, 4);
   Context context = Context::cpu();
   const std::int64_t m = 5, k = 12, z = 2, y = 3;
-  Numbers dense({1, 1, m, k}, {0, 1, 2, 3}, &random);
-  Buffer wide(DType::f32, m, k), pruned(DType::f32, m, k);
-  for (std::int64_t n = 0; n < m * k; ++n) {
-    wide.set(n / k, n % k, std::bit_cast<std::uint32_t>(dense.data[static_cast<std::size_t>(n)]));
-  }
-  two_four::prune(wide.view, 1, false, pruned.view, context);
+  Tensor wide(DType::f32, {m, k}), pruned(DType::f32, {m, k}), bias(DType::f32, {m});
+  two_four::prune(wide.randomise(random, small).view, 1, false, pruned.view, context);
   Plain plain(DType::f32, DType::i16, m, k, 1);
   two_four::compress(pruned.view, plain.form, nullptr, context);
-  Numbers bias({1, 1, 1, m}, {0, 1, 2, 3}, &random);
-  const TensorView bias_view(bias.data.data(), DType::f32, {m});
+  bias.randomise(random, small);
   for (const bool left : {true, false}) {
     for (const std::int64_t n : {1, 4}) {
-      Numbers scale({1, 1, 1, n}, {0, 1, 2, 3}, &random);
-      const TensorView scale_view(scale.data.data(), DType::f32, {n});
+      Tensor scale(DType::f32, {n});
+      scale.randomise(random, small);
       for (int c = 0; c < 72; ++c) {
         const bool scaled = c % 2 != 0;
-        Numbers b(left ? std::vector{z, y, k, n} : std::vector{z, y, n, k}, orders[c / 2 % 6], &random);
-        Numbers out(left ? std::vector{z, y, m, n} : std::vector{z, y, n, m}, orders[c / 12], nullptr);
-        two_four::Options options{.bias = bias_view, .activation = Activation::relu};
+        Tensor b(DType::f32, left ? std::vector{z, y, k, n} : std::vector{z, y, n, k}, {.order = orders[c / 2 % 6]});
+        Tensor out(DType::f32, left ? std::vector{z, y, m, n} : std::vector{z, y, n, m}, {.order = orders[c / 12]});
+        b.randomise(random, small);
+        two_four::Options options{.bias = bias.view, .activation = Activation::relu};
         if (scaled) {
-          (left ? options.scale_b : options.scale_a) = scale_view;
+          (left ? options.scale_b : options.scale_a) = scale.view;
         }
         left ? two_four::matmul(plain.form, b.view, out.view, context, options)
              : two_four::matmul(b.view, plain.form.transpose(), out.view, context, options);
@@ -728,11 +651,13 @@ TEST(TwoFourMatmul, TakesAnyLeadingDimensions) {
           const std::int64_t j = at % n, i = at / n % m, v = at / n / m % y, u = at / n / m / y;
           double sum = 0;
           for (std::int64_t p = 0; p < k; ++p) {
-            sum += value_of(pruned.get(i, p), DType::f32) * (left ? b.at(u, v, p, j) : b.at(u, v, j, p));
+            sum += pruned.get({i, p}) * (left ? b.get({u, v, p, j}) : b.get({u, v, j, p}));
           }
-          sum = sum * (scaled ? scale.data[static_cast<std::size_t>(j)] : 1) + bias.data[static_cast<std::size_t>(i)];
-          ASSERT_EQ(left ? out.at(u, v, i, j) : out.at(u, v, j, i), std::max(sum, 0.0)) << left << n << " case " << c;
+          sum = sum * (scaled ? scale.get(j) : 1) + bias.get(i);
+          ASSERT_EQ(left ? out.get({u, v, i, j}) : out.get({u, v, j, i}), std::max(sum, 0.0))
+              << left << n << " case " << c;
         }
+        EXPECT_TRUE(out.intact_around());
       }
     }
   }

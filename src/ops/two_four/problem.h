@@ -5,7 +5,6 @@
 
 #include "fretwork/context.h"
 #include "fretwork/two_four.h"
-#include "ops/two_four/cuda/out_type.cuh"
 
 namespace fretwork::two_four {
 
@@ -86,26 +85,6 @@ void run(const Problem& problem, Context& context);
 /// portable kernels where dense ones have instructions of the GPU's own.
 bool dense_wins(std::int64_t m, std::int64_t n, std::int64_t k, DType dtype, Precision precision, bool behind);
 
-/// As kernels are told it.
-inline OutType out_type(DType dtype) {
-  switch (dtype) {
-    case DType::f16:
-      return OutType::f16;
-    case DType::bf16:
-      return OutType::bf16;
-    case DType::i32:
-      return OutType::i32;
-    case DType::i8:
-      return OutType::i8;
-    case DType::f8_e4m3:
-      return OutType::f8_e4m3;
-    case DType::f8_e5m2:
-      return OutType::f8_e5m2;
-    default:
-      return OutType::f32;
-  }
-}
-
 namespace cuda {
 void compress(const Format& f, std::int64_t* bad, Context& context);
 void check(const Format& f, std::int64_t* bad, Context& context);
@@ -115,13 +94,6 @@ void gather(const Format& f, Context& context);
 void prune(const Format& f, const Matrix& out, bool transposable, Context& context);
 void prune_both(const Format& rows, const Format& cols, Context& context);
 void run(const Problem& problem, Context& context);
-
-/// The kernel classes behind run, quickest first; false: not for this problem.
-bool run_direct(const Problem& problem, Context& context);  ///< up to 16 columns of small weights, sm_90a
-bool run_few(const Problem& problem, Context& context);     ///< up to 64 columns, at the speed of memory
-bool run_narrow(const Problem& problem, Context& context);  ///< up to 64 columns of whole tiles, sm_90a
-bool run_hopper(const Problem& problem, Context& context);  ///< wgmma.sp, sm_90a
-void run_portable(const Problem& problem, Context& context);
 }  // namespace cuda
 
 }  // namespace fretwork::two_four

@@ -104,7 +104,7 @@ class Codes {
   alignas(64) std::uint8_t bytes_[kBytes / 4 + 64];
 };
 
-/// The smallest place that anyone names.
+/// The smallest place that was reported.
 class First {
  public:
   void at(const Format& f, std::int64_t line, std::int64_t position) {
@@ -189,7 +189,7 @@ void for_tiles_across(const Format& f, Context& context, const F& each) {
 
 Tile halved(const Tile& t) { return {t.line, t.lines, t.at / 2, t.count / 2}; }
 
-/// Compresses lines that hold tile `t` of f. Where a group has too many, first (unless null) hears of it.
+/// Compresses lines that hold tile `t` of f. Reports a group with too many to `first`, unless that is null.
 template <typename T>
 void compress_tile(const Format& f, const Lines<T>& from, const Tile& t, Window<T>& values, Codes& codes,
                    First* first) {
@@ -260,7 +260,7 @@ void check(const Format& f, std::int64_t* bad, Context& context) {
       return [&, dense = Window<T>(f.dense, kernels)](const Tile& t) mutable {
         const auto from = dense.load(t);
         for (std::int64_t l = 0; l < t.lines; ++l) {
-          if (kernels.look(from[l], t.count / f.group())) {
+          if (kernels.look(from[l], 0, t.count / f.group())) {
             find_bad(f, from[l], t, t.line + l, first);
           }
         }
@@ -369,7 +369,7 @@ void prune(const Format& f, const Matrix& out, bool transposable, Context& conte
           if (transposable) {
             kernels.squares(from[l], from.pitch, groups, to[l], to.pitch);
           } else {
-            kernels.prune(from[l], groups, to[l]);
+            kernels.prune(from[l], 0, groups, to[l], 0);
           }
         }
         kept.store(t);

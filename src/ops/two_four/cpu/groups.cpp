@@ -194,7 +194,7 @@ bool Compress(const typename E::Bits* dense, std::int64_t groups, typename E::Bi
 }
 
 template <typename E, bool kAcross>
-HWY_INLINE bool Look(const typename E::Bits* dense, std::int64_t pitch, std::int64_t groups) {
+bool Look(const typename E::Bits* dense, std::int64_t pitch, std::int64_t groups) {
   using T = Lane<typename E::Bits>;
   const auto* const from = reinterpret_cast<const T*>(dense);
   bool bad = false;
@@ -208,16 +208,6 @@ HWY_INLINE bool Look(const typename E::Bits* dense, std::int64_t pitch, std::int
     }
   });
   return bad;
-}
-
-template <typename E>
-bool LookAlong(const typename E::Bits* dense, std::int64_t groups) {
-  return Look<E, false>(dense, 0, groups);
-}
-
-template <typename E>
-bool LookAcross(const typename E::Bits* dense, std::int64_t pitch, std::int64_t lines) {
-  return Look<E, true>(dense, pitch, lines);
 }
 
 /// Larger is larger in magnitude; all NaN are one.
@@ -234,8 +224,8 @@ HWY_INLINE hn::Vec<D> Key(D d, hn::Vec<D> v) {
 }
 
 template <typename E, bool kAcross>
-HWY_INLINE void Prune(const typename E::Bits* dense, std::int64_t pitch, std::int64_t groups, typename E::Bits* out,
-                      std::int64_t out_pitch) {
+void Prune(const typename E::Bits* dense, std::int64_t pitch, std::int64_t groups, typename E::Bits* out,
+           std::int64_t out_pitch) {
   using T = Lane<typename E::Bits>;
   const auto* const from = reinterpret_cast<const T*>(dense);
   auto* const to = reinterpret_cast<T*>(out);
@@ -256,17 +246,6 @@ HWY_INLINE void Prune(const typename E::Bits* dense, std::int64_t pitch, std::in
     }
     StoreGroups<kAcross>(d, v, to, out_pitch, n);
   });
-}
-
-template <typename E>
-void PruneAlong(const typename E::Bits* dense, std::int64_t groups, typename E::Bits* out) {
-  Prune<E, false>(dense, 0, groups, out, 0);
-}
-
-template <typename E>
-void PruneAcross(const typename E::Bits* dense, std::int64_t pitch, std::int64_t lines, typename E::Bits* out,
-                 std::int64_t out_pitch) {
-  Prune<E, true>(dense, pitch, lines, out, out_pitch);
 }
 
 template <typename Bits>
@@ -580,8 +559,9 @@ void Turn(const Bits* from, std::int64_t from_pitch, std::int64_t rows, std::int
 template <typename E>
 const GroupKernels<typename E::Bits>* Kernels() {
   using Bits = typename E::Bits;
-  static constexpr GroupKernels<Bits> kernels{Compress<E>, LookAlong<E>, LookAcross<E>, PruneAlong<E>, PruneAcross<E>,
-                                              Pick<Bits>,  Place<Bits>,  Squares<E>,    Turn<Bits>};
+  static constexpr GroupKernels<Bits> kernels{Compress<E>,     Look<E, false>, Look<E, true>,
+                                              Prune<E, false>, Prune<E, true>, Pick<Bits>,
+                                              Place<Bits>,     Squares<E>,     Turn<Bits>};
   return &kernels;
 }
 
@@ -623,22 +603,22 @@ HWY_EXPORT(Doubles);
 HWY_EXPORT(Pack);
 HWY_EXPORT(Unpack);
 
-template <>
-const GroupKernels<std::uint8_t>& group_kernels(DType dtype) {
-  return *HWY_DYNAMIC_DISPATCH(Bytes)(dtype);
+template <typename T>
+const GroupKernels<T>& group_kernels(DType dtype) {
+  if constexpr (sizeof(T) == 1) {
+    return *HWY_DYNAMIC_DISPATCH(Bytes)(dtype);
+  } else if constexpr (sizeof(T) == 2) {
+    return *HWY_DYNAMIC_DISPATCH(Halves)(dtype);
+  } else if constexpr (sizeof(T) == 4) {
+    return *HWY_DYNAMIC_DISPATCH(Words)(dtype);
+  } else {
+    return *HWY_DYNAMIC_DISPATCH(Doubles)(dtype);
+  }
 }
-template <>
-const GroupKernels<std::uint16_t>& group_kernels(DType dtype) {
-  return *HWY_DYNAMIC_DISPATCH(Halves)(dtype);
-}
-template <>
-const GroupKernels<std::uint32_t>& group_kernels(DType dtype) {
-  return *HWY_DYNAMIC_DISPATCH(Words)(dtype);
-}
-template <>
-const GroupKernels<std::uint64_t>& group_kernels(DType dtype) {
-  return *HWY_DYNAMIC_DISPATCH(Doubles)(dtype);
-}
+template const GroupKernels<std::uint8_t>& group_kernels(DType dtype);
+template const GroupKernels<std::uint16_t>& group_kernels(DType dtype);
+template const GroupKernels<std::uint32_t>& group_kernels(DType dtype);
+template const GroupKernels<std::uint64_t>& group_kernels(DType dtype);
 
 void pack_codes(const std::uint8_t* codes, std::int64_t count, std::uint8_t* bytes) {
   HWY_DYNAMIC_DISPATCH(Pack)(codes, count, bytes);

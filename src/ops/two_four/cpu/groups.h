@@ -12,12 +12,12 @@ template <typename T>
 struct GroupKernels {
   /// The non-zeros and their codes; gives whether a group has too many, whose code is then any valid one.
   bool (*compress)(const T* dense, std::int64_t groups, T* values, std::uint8_t* codes);
-  /// Only looks.
-  bool (*look)(const T* dense, std::int64_t groups);
-  /// The same for one group of each of neighbouring lines, whose elements are `pitch` apart.
+  /// Only looks: at groups that follow one another (any pitch), or `across`, at the same one of neighbouring lines,
+  /// whose elements are `pitch` apart.
+  bool (*look)(const T* dense, std::int64_t pitch, std::int64_t groups);
   bool (*look_across)(const T* dense, std::int64_t pitch, std::int64_t lines);
   /// The largest magnitudes stay where they are, zeros elsewhere.
-  void (*prune)(const T* dense, std::int64_t groups, T* out);
+  void (*prune)(const T* dense, std::int64_t pitch, std::int64_t groups, T* out, std::int64_t out_pitch);
   void (*prune_across)(const T* dense, std::int64_t pitch, std::int64_t lines, T* out, std::int64_t out_pitch);
   /// Elements that are kept, one after the other.
   void (*pick)(const T* dense, const std::uint8_t* codes, std::int64_t groups, T* values);

@@ -274,17 +274,17 @@ void widen_pairs(const std::uint8_t* from, std::int64_t count, DType dtype, std:
 /// The tiles need what is needed here, and bring the order of packed pairs.
 bool has_pairs() { return simd::paired_bf16_tiles() != nullptr; }
 
-const RowsKernel& pairs_rows_kernel(Kind kind) {
+const RowsKernel& pairs_rows_kernel(KernelType type) {
   static constexpr std::int64_t kBytes = kSlots * std::int64_t{sizeof(Pair)};
   static constexpr RowsKernel bf16{kLanes, 2, kBytes, &expand, &add_all_rows<Bf16Pairs>},
       i16{kLanes, 2, kBytes, &expand, &add_all_rows<I16Pairs>};
-  return kind == Kind::bf16_pairs ? bf16 : i16;
+  return type == KernelType::bf16_pairs ? bf16 : i16;
 }
 
-const DotsKernel& pairs_dots_kernel(Kind kind) {
+const DotsKernel& pairs_dots_kernel(KernelType type) {
   static constexpr DotsKernel bf16{kLanes, &pack, &add_all_dots<Bf16Pairs>},
       i16{kLanes, &pack, &add_all_dots<I16Pairs>};
-  return kind == Kind::bf16_pairs ? bf16 : i16;
+  return type == KernelType::bf16_pairs ? bf16 : i16;
 }
 
 }  // namespace fretwork::two_four::cpu
@@ -294,8 +294,8 @@ const DotsKernel& pairs_dots_kernel(Kind kind) {
 namespace fretwork::two_four::cpu {
 bool has_pairs() { return false; }
 void widen_pairs(const std::uint8_t*, std::int64_t, DType, std::uint16_t*) {}
-const RowsKernel& pairs_rows_kernel(Kind kind) { return rows_kernel(kind); }
-const DotsKernel& pairs_dots_kernel(Kind kind) { return dots_kernel(kind); }
+const RowsKernel& pairs_rows_kernel(KernelType type) { return rows_kernel(type); }
+const DotsKernel& pairs_dots_kernel(KernelType type) { return dots_kernel(type); }
 }  // namespace fretwork::two_four::cpu
 
 #endif

@@ -167,13 +167,13 @@ class Work {
   std::int64_t jobs() const { return p_.batch * col_blocks_ * line_blocks_; }
 
  protected:
-  static Kind kind(const Problem& problem) {
-    return std::is_same_v<In, double>         ? Kind::f64
-           : std::is_same_v<In, std::int32_t> ? Kind::i32
-           : std::is_same_v<In, Bf16>         ? Kind::bf16_pairs
-           : std::is_same_v<In, std::int16_t> ? Kind::i16_pairs
-           : problem.dtype == DType::f32      ? Kind::f32_of_two
-                                              : Kind::f32;
+  static KernelType kernel_type(const Problem& problem) {
+    return std::is_same_v<In, double>         ? KernelType::f64
+           : std::is_same_v<In, std::int32_t> ? KernelType::i32
+           : std::is_same_v<In, Bf16>         ? KernelType::bf16_pairs
+           : std::is_same_v<In, std::int16_t> ? KernelType::i16_pairs
+           : problem.dtype == DType::f32      ? KernelType::f32_of_two
+                                              : KernelType::f32;
   }
   /// Whether elements are in memory as kernels read them.
   bool as_is() const {
@@ -332,8 +332,8 @@ class Rows : Work<T, In> {
 
  public:
   Rows(const Problem& problem, Context& context)
-      : Base(problem, context, kVectors * rows_kernel(Base::kind(problem)).lanes),
-        kernel_(rows_kernel(Base::kind(problem))) {}
+      : Base(problem, context, kVectors * rows_kernel(Base::kernel_type(problem)).lanes),
+        kernel_(rows_kernel(Base::kernel_type(problem))) {}
 
   using Base::jobs;
   void run(std::int64_t n) const {
@@ -403,7 +403,7 @@ class Dots : Work<T, In> {
  public:
   Dots(const Problem& problem, Context& context)
       : Base(problem, context, problem.n),
-        kernel_(dots_kernel(Base::kind(problem))),
+        kernel_(dots_kernel(Base::kernel_type(problem))),
         column_(kernel_.lanes * group_),
         steps_(ceil_div(p_.k, column_)),
         packed_(context, sizeof(In) * static_cast<std::size_t>(p_.batch * p_.n * steps_ * column_)) {
@@ -443,9 +443,9 @@ class Dots : Work<T, In> {
   Workspace packed_;
 };
 
-template <typename Way>
+template <typename Jobs>
 void run_as(const Problem& problem, Context& context) {
-  const Way work(problem, context);
+  const Jobs work(problem, context);
   const std::int64_t jobs = work.jobs();
   const double operations = static_cast<double>(problem.batch * problem.m) * static_cast<double>(problem.n) *
                             static_cast<double>(problem.k + 64);

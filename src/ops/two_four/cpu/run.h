@@ -34,7 +34,7 @@ struct Lines {
 
 /// The type of sums and of widened values that a kernel is made for, in groups of 4, or of f32 in groups of 2; or
 /// 16-bit values in pairs.
-enum class Kind : std::uint8_t { f64, f32, i32, f32_of_two, bf16_pairs, i16_pairs };
+enum class KernelType : std::uint8_t { f64, f32, i32, f32_of_two, bf16_pairs, i16_pairs };
 
 /// Columns on lanes: sums[i][j] += value · panel[row][j] for each kept value and the row that its nibble picks. The
 /// panel has whole vectors in each row.
@@ -57,13 +57,13 @@ struct DotsKernel {
 };
 
 /// For the best instruction set of this machine. There are no dots of i32.
-const RowsKernel& rows_kernel(Kind kind);
-const DotsKernel& dots_kernel(Kind kind);
+const RowsKernel& rows_kernel(KernelType type);
+const DotsKernel& dots_kernel(KernelType type);
 
 /// The same in pairs, where the CPU has them; rows_kernel and dots_kernel ask.
 bool has_pairs();
-const RowsKernel& pairs_rows_kernel(Kind kind);
-const DotsKernel& pairs_dots_kernel(Kind kind);
+const RowsKernel& pairs_rows_kernel(KernelType type);
+const DotsKernel& pairs_dots_kernel(KernelType type);
 /// From neighbours of f8_e4m3 or f8_e5m2 to bf16.
 void widen_pairs(const std::uint8_t* from, std::int64_t count, DType dtype, std::uint16_t* out);
 

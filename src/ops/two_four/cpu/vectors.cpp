@@ -188,6 +188,22 @@ HWY_INLINE hn::Vec<DU> Ones(DU du) {
   return hn::Load(du, ones);
 }
 
+/// The groups behind the last whole step, with zeros behind them.
+template <typename T, int kLines, std::int64_t kValues>
+struct LastStep {
+  T values[kLines][kValues] = {};
+  std::uint8_t nibbles[kLines][sizeof(std::uint64_t)] = {};
+
+  void take(const T** from, const std::uint8_t** from_nibbles, std::int64_t first, std::int64_t count, int kept) {
+    for (int i = 0; i < kLines; ++i) {
+      std::copy_n(from[i] + first * kept, count * kept, values[i]);
+      std::copy_n(from_nibbles[i] + first / 2, (count + 1) / 2, nibbles[i]);
+      from[i] = values[i];
+      from_nibbles[i] = nibbles[i];
+    }
+  }
+};
+
 template <typename T, int kGroup, int kLines, int kCols>
 void AddDots(const Lines& p, const T* panel, std::int64_t stride, T* sums) {
   const hn::ScalableTag<T> d;
@@ -234,14 +250,8 @@ void AddDots(const Lines& p, const T* panel, std::int64_t stride, T* sums) {
     add(values, nibbles, step);
   }
   if (rest > 0) {
-    T last[kLines][kLanes * kKept] = {};
-    std::uint8_t last_nibbles[kLines][sizeof(std::uint64_t)] = {};
-    for (int i = 0; i < kLines; ++i) {
-      std::copy_n(values[i] + steps * kLanes * kKept, rest * kKept, last[i]);
-      std::copy_n(nibbles[i] + steps * kLanes / 2, (rest + 1) / 2, last_nibbles[i]);
-      values[i] = last[i];
-      nibbles[i] = last_nibbles[i];
-    }
+    LastStep<T, kLines, kLanes * kKept> last;
+    last.take(values, nibbles, steps * kLanes, rest, kKept);
     add(values, nibbles, 0);
   }
 #pragma GCC unroll 8
@@ -305,18 +315,18 @@ constexpr auto kLanesOf = static_cast<std::int64_t>(hn::MaxLanes(hn::ScalableTag
 template <typename T, int kGroup>
 constexpr RowsKernel kRowsOf{kLanesOf<T>, 4, kGroup * sizeof(T), nullptr, &AddAllRows<T, kGroup>};
 
-const RowsKernel* RowsFor(Kind kind) {
+const RowsKernel* RowsFor(KernelType type) {
   static constexpr RowsKernel kernels[] = {kRowsOf<double, 4>, kRowsOf<float, 4>, kRowsOf<std::int32_t, 4>,
                                            kRowsOf<float, 2>};
-  return &kernels[static_cast<int>(kind)];
+  return &kernels[static_cast<int>(type)];
 }
 
-const DotsKernel* DotsFor(Kind kind) {
+const DotsKernel* DotsFor(KernelType type) {
   static constexpr DotsKernel kernels[] = {{kLanesOf<double>, &PackDots<double, 4>, &AddAllDots<double, 4>},
                                            {kLanesOf<float>, &PackDots<float, 4>, &AddAllDots<float, 4>},
                                            {0, nullptr, nullptr},
                                            {kLanesOf<float>, &PackDots<float, 2>, &AddAllDots<float, 2>}};
-  return &kernels[static_cast<int>(kind)];
+  return &kernels[static_cast<int>(type)];
 }
 
 }  // namespace fretwork::two_four::cpu::HWY_NAMESPACE
@@ -327,11 +337,11 @@ namespace fretwork::two_four::cpu {
 HWY_EXPORT(RowsFor);
 HWY_EXPORT(DotsFor);
 
-const RowsKernel& rows_kernel(Kind kind) {
-  return kind >= Kind::bf16_pairs ? pairs_rows_kernel(kind) : *HWY_DYNAMIC_DISPATCH(RowsFor)(kind);
+const RowsKernel& rows_kernel(KernelType type) {
+  return type >= KernelType::bf16_pairs ? pairs_rows_kernel(type) : *HWY_DYNAMIC_DISPATCH(RowsFor)(type);
 }
-const DotsKernel& dots_kernel(Kind kind) {
-  return kind >= Kind::bf16_pairs ? pairs_dots_kernel(kind) : *HWY_DYNAMIC_DISPATCH(DotsFor)(kind);
+const DotsKernel& dots_kernel(KernelType type) {
+  return type >= KernelType::bf16_pairs ? pairs_dots_kernel(type) : *HWY_DYNAMIC_DISPATCH(DotsFor)(type);
 }
 
 }  // namespace fretwork::two_four::cpu

@@ -1,19 +1,19 @@
-// Kernels that make and undo the plain 2:4 form, line by line: compress, check, gather, to_dense, prune. A thread takes
-// units of 16 bytes of a line, several at once.
+// Kernels that make and undo the 2:4 format, line by line: compress, gather, to_dense, prune, check_metadata. A thread
+// takes units of 16 bytes of a line, several at once.
 #pragma once
 
 #include "ops/two_four/cuda/format_tile.cuh"
 
-namespace fretwork {
+namespace fretwork::two_four::format {
 
-extern __shared__ __align__(16) unsigned char format_shared[];
+extern __shared__ __align__(16) unsigned char tile_memory[];
 
 /// Which elements of group g are not zero, a bit each.
-template <int SIZE>
-__device__ __forceinline__ u32 group_set(const format_unit& unit, int g, u32 magnitude) {
-  if constexpr (SIZE == 4) {
+template <int kSize>
+__device__ __forceinline__ u32 group_set(const Unit& unit, int g, u32 magnitude) {
+  if constexpr (kSize == 4) {
     return ((unit.words[2 * g] & magnitude) != 0 ? 1u : 0u) | ((unit.words[2 * g + 1] & magnitude) != 0 ? 2u : 0u);
-  } else if constexpr (SIZE == 2) {
+  } else if constexpr (kSize == 2) {
     // A half of at most 0x7fff becomes one with its highest bit set, unless it is 0.
     const u32 a = (unit.words[2 * g] & magnitude) + 0x7fff7fffu, b = (unit.words[2 * g + 1] & magnitude) + 0x7fff7fffu;
     const u32 set = (a >> 15 & 0x10001u) | (b >> 13 & 0x40004u);
@@ -25,15 +25,15 @@ __device__ __forceinline__ u32 group_set(const format_unit& unit, int g, u32 mag
   }
 }
 
-template <int SIZE>
+template <int kSize>
 __device__ __forceinline__ bool too_many(u32 set) {
-  return SIZE == 4 ? set == 3u : __popc(set) > 2;
+  return kSize == 4 ? set == 3u : __popc(set) > 2;
 }
 
 /// The nibble that keeps a set; of fewer than may be kept, with the lowest free indices; of more, any valid one.
-template <int SIZE>
+template <int kSize>
 __device__ __forceinline__ u32 nibble_of(u32 set) {
-  if constexpr (SIZE == 4) {
+  if constexpr (kSize == 4) {
     return set == 2u ? 0xeu : 0x4u;
   } else {  // sets 15 … 8, then 7 … 0
     return ((set & 8u) != 0 ? 0x498e4dccu : 0x49884444u) >> 4 * (set & 7u) & 0xfu;
@@ -41,12 +41,12 @@ __device__ __forceinline__ u32 nibble_of(u32 set) {
 }
 
 /// Adds what `nibble` keeps of group g to the kept half of a unit.
-template <int SIZE>
-__device__ __forceinline__ void keep(const format_unit& unit, int g, u32 nibble, format_half& half) {
+template <int kSize>
+__device__ __forceinline__ void keep(const Unit& unit, int g, u32 nibble, Half& half) {
   const u32 first = nibble & 3u, second = nibble >> 2 & 3u;
-  if constexpr (SIZE == 4) {
+  if constexpr (kSize == 4) {
     half.words[g] = (nibble & 2u) != 0 ? unit.words[2 * g + 1] : unit.words[2 * g];
-  } else if constexpr (SIZE == 2) {
+  } else if constexpr (kSize == 2) {
     half.words[g] = __byte_perm(unit.words[2 * g], unit.words[2 * g + 1], first * 0x22u + second * 0x2200u + 0x1010u);
   } else {  // bytes 4 … 7 of the permutation are zeros
     half.words[g / 2] |= __byte_perm(unit.words[g], 0u, first | second << 4 | 0x4400u) << 16 * (g % 2);
@@ -54,13 +54,13 @@ __device__ __forceinline__ void keep(const format_unit& unit, int g, u32 nibble,
 }
 
 /// Spreads group g's half; zeros where nothing is kept.
-template <int SIZE>
-__device__ __forceinline__ void spread(const format_half& half, int g, u32 nibble, format_unit& unit) {
+template <int kSize>
+__device__ __forceinline__ void spread(const Half& half, int g, u32 nibble, Unit& unit) {
   const u32 first = nibble & 3u, second = nibble >> 2 & 3u;
-  if constexpr (SIZE == 4) {
+  if constexpr (kSize == 4) {
     unit.words[2 * g] = (nibble & 2u) != 0 ? 0u : half.words[g];
     unit.words[2 * g + 1] = (nibble & 2u) != 0 ? half.words[g] : 0u;
-  } else if constexpr (SIZE == 2) {  // for each element the bytes it takes: 4 is a zero
+  } else if constexpr (kSize == 2) {  // for each element the bytes it takes: 4 is a zero
     const u32 take = 0x44444444u ^ 0x54u << 8 * first ^ 0x76u << 8 * second;
     unit.words[2 * g] = __byte_perm(half.words[g], 0u, take & 0xffffu);
     unit.words[2 * g + 1] = __byte_perm(half.words[g], 0u, take >> 16);
@@ -71,31 +71,31 @@ __device__ __forceinline__ void spread(const format_half& half, int g, u32 nibbl
 }
 
 /// Leaves of group g only the elements of a set.
-template <int SIZE>
-__device__ __forceinline__ void clear_others(format_unit& unit, int g, u32 set) {
-  if constexpr (SIZE == 1) {
+template <int kSize>
+__device__ __forceinline__ void clear_others(Unit& unit, int g, u32 set) {
+  if constexpr (kSize == 1) {
     unit.words[g] &=
         (set & 1u) * 0xffu | (set >> 1 & 1u) * 0xff00u | (set >> 2 & 1u) * 0xff0000u | (set >> 3) * 0xff000000u;
   } else {
-    constexpr u32 kOnes = SIZE == 2 ? 0xffffu : 0xffffffffu;
+    constexpr u32 kOnes = kSize == 2 ? 0xffffu : 0xffffffffu;
 #pragma unroll
     for (int w = 0; w < 2; ++w) {
-      unit.words[2 * g + w] &=
-          SIZE == 2 ? (set >> 2 * w & 1u) * kOnes | (set >> (2 * w + 1) & 1u) * (kOnes << 16) : (set >> w & 1u) * kOnes;
+      unit.words[2 * g + w] &= kSize == 2 ? (set >> 2 * w & 1u) * kOnes | (set >> (2 * w + 1) & 1u) * (kOnes << 16)
+                                          : (set >> w & 1u) * kOnes;
     }
   }
 }
 
-template <int SIZE>
-__device__ __forceinline__ u32 element_of(const format_unit& unit, int e) {
-  constexpr u32 kOnes = SIZE == 4 ? 0xffffffffu : (1u << 8 * (SIZE % 4)) - 1u;
-  return unit.words[e * SIZE / 4] >> 8 * (e * SIZE % 4) & kOnes;
+template <int kSize>
+__device__ __forceinline__ u32 element_of(const Unit& unit, int e) {
+  constexpr u32 kOnes = kSize == 4 ? 0xffffffffu : (1u << 8 * (kSize % 4)) - 1u;
+  return unit.words[e * kSize / 4] >> 8 * (e * kSize % 4) & kOnes;
 }
 
 /// An element's magnitude as a number that orders; NaNs are alike and above all.
-template <int SIZE>
-__device__ __forceinline__ u32 order_of(const FormatParams& p, u32 bits) {
-  if (SIZE == 1 && p.kind == FormatKind::i8) {
+template <int kSize>
+__device__ __forceinline__ u32 order_of(const Params& p, u32 bits) {
+  if (kSize == 1 && p.type == ElementType::i8) {
     const int x = static_cast<i8>(bits);
     return static_cast<u32>(x < 0 ? -x : x);
   }
@@ -104,13 +104,13 @@ __device__ __forceinline__ u32 order_of(const FormatParams& p, u32 bits) {
 }
 
 /// The half of group g with the largest magnitudes; of equal ones the lower index wins.
-template <int SIZE>
-__device__ __forceinline__ u32 largest_set(const FormatParams& p, const format_unit& unit, int g) {
-  constexpr int kGroup = format_tile<SIZE>::kGroup;
+template <int kSize>
+__device__ __forceinline__ u32 largest_set(const Params& p, const Unit& unit, int g) {
+  constexpr int kGroup = TileSizes<kSize>::kGroup;
   u32 x[kGroup];
 #pragma unroll
   for (int e = 0; e < kGroup; ++e) {
-    x[e] = order_of<SIZE>(p, element_of<SIZE>(unit, g * kGroup + e));
+    x[e] = order_of<kSize>(p, element_of<kSize>(unit, g * kGroup + e));
   }
   if constexpr (kGroup == 2) {
     return x[0] >= x[1] ? 1u : 2u;
@@ -130,61 +130,61 @@ __device__ __forceinline__ u32 largest_set(const FormatParams& p, const format_u
   }
 }
 
-/// Calls read(first) for four of this thread's units, kFormatThreads apart, then use(slot, line, unit) for each, until
+/// Calls read(first) for four of this thread's units, kThreads apart, then use(slot, line, unit) for each, until
 /// all of the tile's units have been used: the reads of four are under way together. Lines and units are the tile's.
-template <int SIZE, typename Read, typename Use>
+template <int kSize, typename Read, typename Use>
 __device__ __forceinline__ void for_units(const Read& read, const Use& use) {
-  using Tile = format_tile<SIZE>;
+  using Tile = TileSizes<kSize>;
 #pragma unroll 1
-  for (int first = static_cast<int>(threadIdx.x); first < Tile::kLines * Tile::kUnits; first += 4 * kFormatThreads) {
+  for (int first = static_cast<int>(threadIdx.x); first < Tile::kLines * Tile::kUnits; first += 4 * kThreads) {
     read(first);
 #pragma unroll
     for (int u = 0; u < 4; ++u) {
-      const int n = first + u * kFormatThreads;
+      const int n = first + u * kThreads;
       use(u, n / Tile::kUnits, n % Tile::kUnits);
     }
   }
 }
 
 /// A dense matrix's units, whichever way it lies: use(line, unit, what it holds).
-template <int SIZE, typename Use>
-__device__ __forceinline__ void for_dense_units(const FormatParams& p, FormatPlace at, const Use& use) {
-  using Tile = format_tile<SIZE>;
+template <int kSize, typename Use>
+__device__ __forceinline__ void for_dense_units(const Params& p, Place at, const Use& use) {
+  using Tile = TileSizes<kSize>;
   if (p.dense.turned) {
-    load_turned<SIZE>(p, p.dense, at, format_shared);
+    load_turned<kSize>(p, p.dense, at, tile_memory);
     __syncthreads();
   }
-  format_unit units[4];
-  for_units<SIZE>(
+  Unit units[4];
+  for_units<kSize>(
       [&](int first) {
         if (p.dense.turned) {
 #pragma unroll
           for (int u = 0; u < 4; ++u) {
-            const int n = first + u * kFormatThreads;
-            units[u] = unit_of<SIZE>(format_shared, n / Tile::kUnits, n % Tile::kUnits);
+            const int n = first + u * kThreads;
+            units[u] = unit_of<kSize>(tile_memory, n / Tile::kUnits, n % Tile::kUnits);
           }
         } else {
-          load_pieces<SIZE, 4>(p, p.dense, at, first, units);
+          load_pieces<kSize, 4>(p, p.dense, at, first, units);
         }
       },
       [&](int slot, int line, int unit) { use(line, unit, units[slot]); });
 }
 
 /// Writes a unit of a dense matrix, which lies either way; finish_units follows.
-template <int SIZE>
-__device__ __forceinline__ void put_unit(const FormatParams& p, const FormatMatrix& m, FormatPlace at, int line,
-                                         int unit, const format_unit& what) {
+template <int kSize>
+__device__ __forceinline__ void put_unit(const Params& p, const Matrix& m, Place at, int line, int unit,
+                                         const Unit& what) {
   if (m.turned) {
-    unit_of<SIZE>(format_shared, line, unit) = what;
+    unit_of<kSize>(tile_memory, line, unit) = what;
   } else {
-    store_unit<SIZE>(p, m, at.line + line, at.k + unit * format_tile<SIZE>::kElements, what);
+    store_piece<kSize, 4>(p, m, at.line + line, at.k + unit * TileSizes<kSize>::kElements, what);
   }
 }
-template <int SIZE>
-__device__ __forceinline__ void finish_units(const FormatParams& p, const FormatMatrix& m, FormatPlace at) {
+template <int kSize>
+__device__ __forceinline__ void finish_units(const Params& p, const Matrix& m, Place at) {
   if (m.turned) {
     __syncthreads();
-    store_turned<SIZE>(p, m, at, format_shared);
+    store_turned<kSize>(p, m, at, tile_memory);
   }
 }
 
@@ -200,44 +200,42 @@ __device__ __forceinline__ u32 turn_bytes(u32 mine) {
 
 /// Compress where nothing is cut or turned: all of a thread's units are under way at once, its lines at equal
 /// distances.
-template <int SIZE>
-__device__ __forceinline__ void compress_plain(const FormatParams& p, FormatPlace at) {
-  using Tile = format_tile<SIZE>;
-  constexpr int kRows = kFormatThreads / Tile::kUnits, kCount = Tile::kPerThread;
+template <int kSize>
+__device__ __forceinline__ void compress_plain(const Params& p, Place at) {
+  using Tile = TileSizes<kSize>;
+  constexpr int kRows = kThreads / Tile::kUnits, kCount = Tile::kPerThread;
   const int x = static_cast<int>(threadIdx.x) % Tile::kUnits;
   const i64 line = at.line + threadIdx.x / Tile::kUnits, k = at.k + x * Tile::kElements;
-  format_unit units[kCount];
+  Unit units[kCount];
   {
-    const char* from = reinterpret_cast<const char*>(format_element<SIZE>(p.dense, line, k));
-    const i64 step = p.dense.line * (SIZE * kRows);
+    const char* from = reinterpret_cast<const char*>(element_at<kSize>(p.dense, line, k));
+    const i64 step = p.dense.line * (kSize * kRows);
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
-      units[n] = *reinterpret_cast<const format_unit*>(from + n * step);
+      units[n] = *reinterpret_cast<const Unit*>(from + n * step);
     }
   }
   u64 first = ~0ull;
   u32 nibbles[kCount];
-  char* to = reinterpret_cast<char*>(format_element<SIZE>(p.packed.values, line, k / 2));
-  const i64 step = p.packed.values.line * (SIZE * kRows);
+  char* to = reinterpret_cast<char*>(element_at<kSize>(p.packed.values, line, k / 2));
+  const i64 step = p.packed.values.line * (kSize * kRows);
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
-    format_half half = {};
+    Half half = {};
     nibbles[n] = 0;
     bool bad = false;
 #pragma unroll
     for (int g = 0; g < Tile::kGroups; ++g) {
-      const u32 set = group_set<SIZE>(units[n], g, p.magnitude), nibble = nibble_of<SIZE>(set);
+      const u32 set = group_set<kSize>(units[n], g, p.magnitude), nibble = nibble_of<kSize>(set);
       nibbles[n] |= nibble << 4 * g;
-      keep<SIZE>(units[n], g, nibble, half);
-      bad = bad || too_many<SIZE>(set);
+      keep<kSize>(units[n], g, nibble, half);
+      bad = bad || too_many<kSize>(set);
     }
     if (bad) [[unlikely]] {
 #pragma unroll
       for (int g = Tile::kGroups - 1; g >= 0; --g) {
-        if (too_many<SIZE>(group_set<SIZE>(units[n], g, p.magnitude))) {
-          const i64 begin = k + g * Tile::kGroup, y = line + n * kRows;
-          const u64 place = static_cast<u64>(p.transposed ? begin * p.lines + y : y * p.k + begin);
-          first = place < first ? place : first;
+        if (too_many<kSize>(group_set<kSize>(units[n], g, p.magnitude))) {
+          note_bad(p, line + n * kRows, k + g * Tile::kGroup, first);
         }
       }
     }
@@ -266,94 +264,153 @@ __device__ __forceinline__ void compress_plain(const FormatParams& p, FormatPlac
 }
 
 /// Without values it only looks.
-template <int SIZE>
-__global__ void __launch_bounds__(kFormatThreads) two_four_compress(const __grid_constant__ FormatParams p) {
-  using Tile = format_tile<SIZE>;
-  const FormatPlace at = format_place<SIZE>(p);
+template <int kSize>
+__global__ void __launch_bounds__(kThreads) compress(const __grid_constant__ Params p) {
+  using Tile = TileSizes<kSize>;
+  const Place at = tile_place<kSize>(p);
   if (p.plain != 0) {
-    compress_plain<SIZE>(p, at);
+    compress_plain<kSize>(p, at);
     return;
   }
   u64 first = ~0ull;
-  for_dense_units<SIZE>(p, at, [&](int y, int x, const format_unit& unit) {
+  for_dense_units<kSize>(p, at, [&](int y, int x, const Unit& unit) {
     const i64 line = at.line + y, k = at.k + x * Tile::kElements;
-    format_half half = {};
+    Half half = {};
     u32 nibbles = 0;
 #pragma unroll
     for (int g = 0; g < Tile::kGroups; ++g) {
-      const u32 set = group_set<SIZE>(unit, g, p.magnitude), nibble = nibble_of<SIZE>(set);
+      const u32 set = group_set<kSize>(unit, g, p.magnitude), nibble = nibble_of<kSize>(set);
       nibbles |= nibble << 4 * g;
-      keep<SIZE>(unit, g, nibble, half);
-      if (too_many<SIZE>(set)) {
-        const i64 begin = k + g * Tile::kGroup;
-        const u64 place = static_cast<u64>(p.transposed ? begin * p.lines + line : line * p.k + begin);
-        first = place < first ? place : first;
+      keep<kSize>(unit, g, nibble, half);
+      if (too_many<kSize>(set)) {
+        note_bad(p, line, k + g * Tile::kGroup, first);
       }
     }
     if (p.packed.words != nullptr) {
-      store_values<SIZE>(p, line, k, half);
-      store_nibbles<SIZE>(p, line, k, nibbles);
+      store_piece<kSize, 2>(p, p.packed.values, line, k, half);
+      store_nibbles<kSize>(p, line, k, nibbles);
     }
   });
   report_first(p, first);
 }
 
-template <int SIZE>
-__global__ void __launch_bounds__(kFormatThreads) two_four_gather(const __grid_constant__ FormatParams p) {
-  using Tile = format_tile<SIZE>;
-  const FormatPlace at = format_place<SIZE>(p);
-  for_dense_units<SIZE>(p, at, [&](int y, int x, const format_unit& unit) {
+template <int kSize>
+__global__ void __launch_bounds__(kThreads) gather(const __grid_constant__ Params p) {
+  using Tile = TileSizes<kSize>;
+  const Place at = tile_place<kSize>(p);
+  for_dense_units<kSize>(p, at, [&](int y, int x, const Unit& unit) {
     const i64 line = at.line + y, k = at.k + x * Tile::kElements;
-    const u32 nibbles = load_nibbles<SIZE>(p, line, k);
-    format_half half = {};
+    const u32 nibbles = load_nibbles<kSize>(p, line, k);
+    Half half = {};
 #pragma unroll
     for (int g = 0; g < Tile::kGroups; ++g) {
-      keep<SIZE>(unit, g, nibbles >> 4 * g & 0xfu, half);
+      keep<kSize>(unit, g, nibbles >> 4 * g & 0xfu, half);
     }
-    store_values<SIZE>(p, line, k, half);
+    store_piece<kSize, 2>(p, p.packed.values, line, k, half);
   });
 }
 
-template <int SIZE>
-__global__ void __launch_bounds__(kFormatThreads) two_four_to_dense(const __grid_constant__ FormatParams p) {
-  using Tile = format_tile<SIZE>;
-  const FormatPlace at = format_place<SIZE>(p);
-  format_half halves[4];
+template <int kSize>
+__global__ void __launch_bounds__(kThreads) to_dense(const __grid_constant__ Params p) {
+  using Tile = TileSizes<kSize>;
+  const Place at = tile_place<kSize>(p);
+  Half halves[4];
   u32 nibbles[4];
-  for_units<SIZE>(
+  for_units<kSize>(
       [&](int first) {
-        load_pieces<SIZE, 2>(p, p.packed.values, at, first, halves);
+        load_pieces<kSize, 2>(p, p.packed.values, at, first, halves);
 #pragma unroll
         for (int u = 0; u < 4; ++u) {
-          const int n = first + u * kFormatThreads;
-          nibbles[u] = load_nibbles<SIZE>(p, at.line + n / Tile::kUnits, at.k + n % Tile::kUnits * Tile::kElements);
+          const int n = first + u * kThreads;
+          nibbles[u] = load_nibbles<kSize>(p, at.line + n / Tile::kUnits, at.k + n % Tile::kUnits * Tile::kElements);
         }
       },
       [&](int slot, int y, int x) {
-        format_unit unit;
+        Unit unit;
 #pragma unroll
         for (int g = 0; g < Tile::kGroups; ++g) {
-          spread<SIZE>(halves[slot], g, nibbles[slot] >> 4 * g & 0xfu, unit);
+          spread<kSize>(halves[slot], g, nibbles[slot] >> 4 * g & 0xfu, unit);
         }
-        put_unit<SIZE>(p, p.dense, at, y, x, unit);
+        put_unit<kSize>(p, p.dense, at, y, x, unit);
       });
-  finish_units<SIZE>(p, p.dense, at);
+  finish_units<kSize>(p, p.dense, at);
 }
 
 /// By magnitude, from dense to out, which may be the same. A thread reads and writes the same units, so one tile in
 /// shared memory serves both.
-template <int SIZE>
-__global__ void __launch_bounds__(kFormatThreads) two_four_prune(const __grid_constant__ FormatParams p) {
-  const FormatPlace at = format_place<SIZE>(p);
-  for_dense_units<SIZE>(p, at, [&](int y, int x, const format_unit& unit) {
-    format_unit rest = unit;
+template <int kSize>
+__global__ void __launch_bounds__(kThreads) prune(const __grid_constant__ Params p) {
+  const Place at = tile_place<kSize>(p);
+  for_dense_units<kSize>(p, at, [&](int y, int x, const Unit& unit) {
+    Unit rest = unit;
 #pragma unroll
-    for (int g = 0; g < format_tile<SIZE>::kGroups; ++g) {
-      clear_others<SIZE>(rest, g, largest_set<SIZE>(p, unit, g));
+    for (int g = 0; g < TileSizes<kSize>::kGroups; ++g) {
+      clear_others<kSize>(rest, g, largest_set<kSize>(p, unit, g));
     }
-    put_unit<SIZE>(p, p.out, at, y, x, rest);
+    put_unit<kSize>(p, p.out, at, y, x, rest);
   });
-  finish_units<SIZE>(p, p.out, at);
+  finish_units<kSize>(p, p.out, at);
 }
 
-}  // namespace fretwork
+/// Whether what is kept of group g of a line is zero.
+__device__ __forceinline__ bool keeps_nothing(const Params& p, i64 line, i64 g) {
+  const Matrix& m = p.packed.values;
+  const int kept = p.group / 2;
+  u32 bits = 0;
+  for (int e = 0; e < kept; ++e) {
+    const i64 at = line * m.line + (g * kept + e) * m.along;
+    bits |= p.element_bytes == 1   ? static_cast<const u8*>(m.data)[at]
+            : p.element_bytes == 2 ? static_cast<const u16*>(m.data)[at]
+                                   : static_cast<const u32*>(m.data)[at];
+  }
+  return (bits & p.magnitude) == 0;
+}
+
+/// Every nibble must be a valid one where its group keeps a number. `cols`, where it has words, gets nibbles of which
+/// those of other groups are 4, with keep_valid only where they were not valid, and 4 behind the last group. p.tiles_k
+/// counts tiles of bytes.
+template <int kCtaThreads>
+__global__ void __launch_bounds__(kCtaThreads) check_metadata(const __grid_constant__ Params p) {
+  constexpr int kEach = kCheckBytes * kCheckLines / kCtaThreads;
+  const u32 row = blockIdx.x / p.tiles_k;
+  const i64 top = static_cast<i64>(row) * kCheckLines, groups = p.k / p.group;
+  const i64 left = static_cast<i64>(blockIdx.x - row * p.tiles_k) * kCheckBytes;
+  const bool writes = p.cols.words != nullptr;
+  u8 bytes[kEach];
+  u64 first = ~0ull;
+#pragma unroll
+  for (int n = 0; n < kEach; ++n) {
+    const int at = n * kCtaThreads + static_cast<int>(threadIdx.x);
+    const i64 line = top + at / kCheckBytes, b = left + at % kCheckBytes;
+    bytes[n] = line < p.lines && 2 * b < groups ? *meta_byte(p.packed, line, b) : 0x44;
+  }
+#pragma unroll 1
+  for (int n = 0; n < kEach; ++n) {
+    const int at = n * kCtaThreads + static_cast<int>(threadIdx.x);
+    const i64 line = top + at / kCheckBytes, b = left + at % kCheckBytes;
+    if (line >= p.lines || b >= p.packed.bytes) {
+      continue;
+    }
+    u32 canonical = 0x44;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const i64 g = 2 * b + h;
+      if (g >= groups) {
+        continue;
+      }
+      const u32 nibble = bytes[n] >> 4 * h & 0xfu;
+      const bool valid = (p.valid >> nibble & 1u) != 0;
+      const bool empty = (!valid || (writes && p.keep_valid == 0)) && keeps_nothing(p, line, g);
+      if (!valid && !empty) {
+        note_bad(p, line, g * p.group, first);
+      }
+      canonical ^= empty ? 0u : (nibble ^ 4u) << 4 * h;
+    }
+    if (writes) {
+      *meta_byte(p.cols, line, b) = static_cast<u8>(canonical);
+    }
+  }
+  report_first(p, first);
+}
+
+}  // namespace fretwork::two_four::format

@@ -3,7 +3,7 @@
 
 #include "device/load.cuh"
 #include "device/types.cuh"
-#include "ops/two_four/cuda/out_type.cuh"
+#include "ops/two_four/cuda/params.h"
 
 namespace fretwork::two_four {
 

@@ -1,4 +1,4 @@
-// The epilogue of the portable and simple kernels: a tile of sums goes through shared memory to c, with scales, bias,
+// The epilogue of the portable and generic kernels: a tile of sums goes through shared memory to c, with scales, bias,
 // activation and one rounding, in the order of memory.
 #pragma once
 

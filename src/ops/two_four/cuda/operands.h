@@ -1,5 +1,5 @@
-// Operands of 2:4 products as the tensor-core kernels read them: lines along k, or a copy in such lines for the
-// duration of a call.
+// Operands of 2:4 products as kernels receive them: in lines along k, or as a copy in such lines for the duration of a
+// call.
 #pragma once
 
 #include <cstddef>
@@ -10,6 +10,8 @@
 #include "ops/two_four/cuda/params.h"
 
 namespace fretwork::two_four {
+
+OutType out_type(DType dtype);
 
 /// What a copy is made of and into.
 enum class Copy : std::size_t { bytes, halves, words, e4m3_to_f16, e5m2_to_f16, tf32, none };

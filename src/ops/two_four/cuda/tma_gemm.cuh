@@ -1,5 +1,5 @@
-// 2:4 products on Hopper's sparse tensor cores (wgmma.sp): one thread fetches values, metadata and b, two warpgroups
-// multiply 64 rows each. Depths are counted in bytes, so one loop serves every type.
+// tma_gemm: 2:4 products on Hopper's sparse tensor cores (wgmma.sp): one thread fetches values, metadata and b, two
+// warpgroups multiply 64 rows each. Depths are counted in bytes, so one loop serves every type.
 #pragma once
 
 #include "device/activation.cuh"
@@ -9,9 +9,9 @@
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 #include "ops/two_four/cuda/out.cuh"
-#include "ops/two_four/cuda/params_hopper.cuh"
+#include "ops/two_four/cuda/params.h"
 
-namespace fretwork::two_four::hopper {
+namespace fretwork::two_four::tma_gemm {
 
 /// How a step of the depth is cut: 128 bytes of b.
 template <typename T, int kWidth>
@@ -234,8 +234,8 @@ __device__ __forceinline__ void multiply(Sum (&d)[kWidth / 2], const Params& p, 
 // ------------------------------------------------------------------------------------------------------- results
 
 /// Adds up what the CTAs of a cluster have of a tile, always in the same order: the first gets the first slice of its
-/// columns, and if there are two slices the second the other, in the first sums of d. The rings are empty, and nobody
-/// fills them again.
+/// columns, and if there are two slices the second the other, in the first sums of d. The rings are empty and
+/// not filled again.
 template <int kSlices, int kSize, typename Sum>
 __device__ __forceinline__ void add_parts(Sum (&d)[kSize], u32 base, int rank, int split) {
   constexpr int kEach = kSize / kSlices, kPlace = kEach * 1024;  // bytes of a slice
@@ -595,4 +595,4 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
   }
 }
 
-}  // namespace fretwork::two_four::hopper
+}  // namespace fretwork::two_four::tma_gemm

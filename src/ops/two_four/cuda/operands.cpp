@@ -1,7 +1,9 @@
-// Copies operands of 2:4 products to lines along k: kernels, workspace, launch.
-#include "ops/two_four/cuda/lines.h"
+// Types of results, and copies of operands to lines along k: kernels, workspace, launch.
+#include "ops/two_four/cuda/operands.h"
 
+#include <algorithm>
 #include <array>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -36,6 +38,12 @@ const KernelList kKernels{"two_four", list_kernels};
 constinit KernelTable<kCopies> kernels;
 
 }  // namespace
+
+OutType out_type(DType dtype) {
+  constexpr DType kInOrder[] = {DType::f32, DType::f16,     DType::bf16,   DType::i32,
+                                DType::i8,  DType::f8_e4m3, DType::f8_e5m2};  // of OutType
+  return static_cast<OutType>(std::ranges::find(kInOrder, dtype) - std::begin(kInOrder));
+}
 
 Copy plain_copy(DType dtype) {
   return size_of(dtype) == 1 ? Copy::bytes : size_of(dtype) == 2 ? Copy::halves : Copy::words;

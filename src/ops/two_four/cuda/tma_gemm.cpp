@@ -1,6 +1,5 @@
-// Host side of the wgmma.sp kernel: which problems fit, its configuration, tensor maps, launch.
-#include "ops/two_four/cuda/hopper.h"
-
+// Host side of the wgmma.sp kernel, tma_gemm: which problems fit, its configurations and their cost, tensor maps,
+// launch.
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -10,62 +9,62 @@
 #include <vector>
 
 #include "core/divide.h"
-#include "ops/two_four/cuda/lines.h"
-#include "ops/two_four/cuda/params_hopper.cuh"
+#include "ops/two_four/choose.h"
+#include "ops/two_four/cuda/operands.h"
 #include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 #include "runtime/tensor_map.h"
 
-namespace fretwork::two_four::hopper {
+namespace fretwork::two_four {
+namespace tma_gemm {
 namespace {
-
-namespace driver = fretwork::cuda;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
 constexpr std::array kTypes = {DType::f16,     DType::bf16,    DType::i8, DType::u8,
                                DType::f8_e4m3, DType::f8_e5m2, DType::f32};
 constexpr std::array kWidths = {256, 128, 64};
-constexpr std::array kSplits = {1, 2, 3, 4};
-static_assert(kSplits.back() == kMostSplit);
 constexpr int kShare = 16;  // tiles of rows that go through the columns together
 static_assert(std::ranges::all_of(kWidths, [](int width) { return shared_bytes(width) + 256 <= 227 << 10; }));
 
 int narrowed(std::int64_t value) { return static_cast<int>(value); }
 int bytes_of(DType dtype) { return static_cast<int>(size_of(dtype)); }
-std::int64_t groups_of(const Problem& p) { return p.k / (p.dtype == DType::f32 ? 2 : 4); }
+std::int64_t groups_of(const Problem& p) { return p.k / group(p.dtype); }
 
-// ------------------------------------------------------------------------------------------------ which kernel
+// ------------------------------------------------------------------------------------------------------ kernels
 
+KernelSpec spec(DType dtype, bool b_along_k, int width, bool pair) {
+  return {"ops/two_four/cuda/tma_gemm.cuh",
+          std::string("fretwork::two_four::tma_gemm::product<") + device_type(dtype) + ", " + std::to_string(width) +
+              (b_along_k ? ", true" : ", false") + (pair ? ", true>" : ", false>"),
+          shared_bytes(width)};
+}
+/// b along n, and pairs, only of 16-bit types: wgmma reads others along k, and they gain nothing from pairs.
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
-  if (arch != "sm_90a") {
-    return list;
-  }
-  for (const DType dtype : kTypes) {
-    for (const int width : kWidths) {
-      list.push_back(instance(dtype, true, width));
-      if (size_of(dtype) == 2) {
-        list.push_back(instance(dtype, false, width));
+  for (std::size_t n = 0; n < 2 * kTypes.size() && arch == "sm_90a"; ++n) {
+    const DType dtype = kTypes[n / 2];
+    const bool along_k = n % 2 == 0;
+    if (along_k || size_of(dtype) == 2) {
+      for (const int width : kWidths) {
+        list.push_back(spec(dtype, along_k, width, false));
       }
     }
-    if (size_of(dtype) == 2) {  // others have no gain from pairs
-      list.push_back(instance(dtype, true, 256, 2));
-      list.push_back(instance(dtype, false, 256, 2));
+    if (size_of(dtype) == 2) {
+      list.push_back(spec(dtype, along_k, 256, true));
     }
   }
   return list;
 }
 const KernelList kKernels{"two_four", list_kernels};
-
 constexpr std::size_t kSizes = kWidths.size() + 1;  // of tiles, and the widest in pairs
 constinit KernelTable<2 * kTypes.size() * kSizes> kernels;
 
-const Kernel& kernel(DType dtype, bool b_along_k, int width, int pair, int device) {
+const Kernel& kernel(DType dtype, bool b_along_k, const Config& config, int device) {
   const auto type = static_cast<std::size_t>(std::ranges::find(kTypes, dtype) - kTypes.begin());
-  const auto which = static_cast<std::size_t>(std::ranges::find(kWidths, width) - kWidths.begin());
-  return kernels.get((type * kSizes + (pair > 1 ? kWidths.size() : which)) * 2 + (b_along_k ? 1 : 0), device,
-                     [&] { return instance(dtype, b_along_k, width, pair); });
+  const auto width = static_cast<std::size_t>(std::ranges::find(kWidths, config.columns) - kWidths.begin());
+  return kernels.get((type * kSizes + (config.pair > 1 ? kWidths.size() : width)) * 2 + (b_along_k ? 1 : 0), device,
+                     [&] { return spec(dtype, b_along_k, config.columns, config.pair > 1); });
 }
 
 // ------------------------------------------------------------------------------------------------------- views
@@ -119,78 +118,56 @@ bool can_split(const Problem& p, int width, int split) {
   return split == 1 || (steps_of(p) >= 8 * split && (split == 2 || width < 256));
 }
 
-bool suits(const Problem& p, const Choice& choice, const Context& context) {
-  const bool choosable = std::ranges::find(kWidths, choice.width) != kWidths.end() &&
-                         can_split(p, choice.width, choice.split) &&
-                         (choice.pair == 1 || (choice.pair == 2 && choice.width == 256 && choice.split == 1));
-  const bool sizes = p.k > 0 && p.m < kMost && p.n < kMost && p.k < kMost && p.batch < kMost &&
-                     ceil_div(p.m, kRows) * ceil_div(p.n, kWidths.back()) < kMost / p.batch;
-  const bool type = std::ranges::find(kTypes, p.dtype) != kTypes.end() &&
-                    (p.dtype != DType::f32 || context.precision == Precision::tf32);
-  return choosable && sizes && type && driver::kernel_arch(context.device.index) == "sm_90a";
+// --------------------------------------------------------------------------------------------------------- cost
+
+/// A step of 256 columns takes 0.43 µs, and the numbers of others are relative to it, read off products of 1024³ to
+/// 8192³; a step of 64 columns and what four parts cost are estimates. Where the sparse operand takes as long as the
+/// steps, they overlap in part: 512² to 14336 × 4096 with 64 columns were within 15%.
+double cost(const Problem& p, const Config& config, const Machine& machine, std::int64_t clusters) {
+  constexpr double kStep = 0.43, kStepOf128 = 0.7, kStepOf64 = 0.45;
+  constexpr double kEpilogue = 1 / 51.2, kPart = 2.5;  // in steps: of a column, of a part of the depth
+  constexpr double kFirstBytes = 2.8, kNotOverlapped = 0.4;
+  // Pairs gain up to 6% where CTAs have several tiles and b is contiguous along n, or has but two tiles of columns, and
+  // mostly lose as much elsewhere. The gain is counted as a tie-break: it does not decide about the width.
+  constexpr double kPairGain = 0.999, kPairLoss = 1.06;
+  const std::int64_t tiles = tiles_of(p, config.columns);
+  if (config.split > 1 && tiles > clusters) {
+    return std::numeric_limits<double>::infinity();  // a cluster has one tile, and all must run at once
+  }
+  const double step = config.columns == 256 ? 1.0 : config.columns == 128 ? kStepOf128 : kStepOf64;
+  const double around = config.columns * kEpilogue + (config.split > 1 ? kPart * config.split : 0.0);
+  const double each = static_cast<double>(ceil_div(steps_of(p), config.split)) * step + around;
+  const auto waves = static_cast<double>(ceil_div(tiles * config.split, machine.multiprocessors));
+  const bool gains =
+      tiles > machine.multiprocessors && (p.b.row != 1 || (p.batch == 1 && ceil_div(p.n, config.columns) == 2));
+  const double pair = config.pair == 1 ? 1.0 : gains ? kPairGain : kPairLoss;
+  const double memory = sparse_bytes(p) / kMemoryRate, steps = waves * each * kStep * pair;
+  const Work work{.memory = memory, .busiest = steps, .serial = kFirstBytes + kNotOverlapped * std::min(memory, steps)};
+  return work.microseconds();
 }
 
-}  // namespace
-
-KernelSpec instance(DType dtype, bool b_along_k, int width, int pair) {
-  return {"ops/two_four/cuda/hopper.cuh",
-          std::string("fretwork::two_four::hopper::product<") + device_type(dtype) + ", " + std::to_string(width) +
-              (b_along_k ? ", true" : ", false") + (pair > 1 ? ", true>" : ", false>"),
-          shared_bytes(width)};
-}
-
-std::string Choice::text() const {
-  return std::to_string(width) + " wide, split " + std::to_string(split) + ", pair " + std::to_string(pair);
-}
-
-/// The unit of time is a step of 256 columns, 0.43 μs. The other numbers were read off products of 1024³ to 8192³; a
-/// step of 64 columns and what four parts cost are reckoned.
-Choice choose(const Problem& p, int multiprocessors, const std::function<int(int width, int size)>& clusters) {
-  struct Candidate {
-    double cost;
-    Choice choice;
+void list(const Problem& p, const Machine& machine, Candidates& list) {
+  const auto add = [&](const Config& config) {
+    list.add(config, cost(p, config, machine, machine.multiprocessors / config.split));
   };
-  std::array<Candidate, kWidths.size() * kSplits.size()> all;
-  std::size_t count = 0;
   for (const int width : kWidths) {
-    for (const int split : kSplits) {
-      const std::int64_t units = tiles_of(p, width) * split;
-      if (!can_split(p, width, split) || (split > 1 && units > multiprocessors)) {
-        continue;
+    for (int split = 1; split <= kMostSplit; ++split) {
+      if (can_split(p, width, split)) {
+        add({.family = &kTmaGemm, .columns = width, .split = split});
       }
-      const double step = width == 256 ? 1.0 : width == 128 ? 0.7 : 0.45;
-      const double around = width / 51.2 + (split > 1 ? 2.5 * split : 0.0);
-      const double each = double(ceil_div(steps_of(p), split)) * step + around;
-      all[count++] = {double(ceil_div(units, multiprocessors)) * each, {.width = width, .split = split}};
     }
   }
-  // A cluster has one tile, and all must run at once; only the kernels of the best are asked whether they do.
-  const auto cheaper = [](const Candidate& x, const Candidate& y) { return x.cost < y.cost; };
-  const auto end = all.begin() + count;
-  auto found = std::min_element(all.begin(), end, cheaper);
-  while (found->choice.split > 1 &&
-         tiles_of(p, found->choice.width) > clusters(found->choice.width, found->choice.split)) {
-    found->cost = std::numeric_limits<double>::max();
-    found = std::min_element(all.begin(), end, cheaper);
+  if (size_of(p.dtype) == 2) {
+    add({.family = &kTmaGemm, .columns = 256, .pair = 2});
   }
-  Choice best = found->choice;
-  // Pairs gain up to 6% where CTAs have several tiles and b is contiguous along n, or has but two tiles of columns;
-  // mostly they lose as much elsewhere.
-  const bool gains = size_of(p.dtype) == 2 && (p.b.row != 1 || (p.batch == 1 && ceil_div(p.n, 256) == 2));
-  if (gains && best.width == 256 && best.split == 1 && tiles_of(p, 256) > multiprocessors) {
-    best.pair = 2;
-  }
-  return best;
 }
 
-Choice choose(const Problem& p, int device) {
-  return choose(p, driver::device_info(device).multiprocessors, [&](int width, int size) {
-    const bool along_k = size_of(p.dtype) != 2 || p.b.row == 1;
-    return kernel(p.dtype, along_k, width, 1, device).resident_clusters(size, kThreads, shared_bytes(width));
-  });
+int clusters(const Problem& p, const Config& config, int device) {
+  return kernel(p.dtype, size_of(p.dtype) != 2 || p.b.row == 1, config, device)
+      .resident_clusters(config.split, kThreads, shared_bytes(config.columns));
 }
 
-namespace {
+// ------------------------------------------------------------------------------------------------------- launch
 
 LinesArg values_arg(const Problem& p) { return {p.values.data, p.values.line, p.values.along, 0}; }
 LinesArg b_arg(const Problem& p) { return {p.b.data, p.b.col, p.b.row, p.b.batch}; }
@@ -214,11 +191,11 @@ class Operands {
 
   /// Whether b is read along k, not n.
   bool along_k() const { return along_k_; }
-  void map(const Problem& p, const Choice& choice, Params& params) const {
+  void map(const Problem& p, const Config& config, Params& params) const {
     const auto line = static_cast<std::uint32_t>(128 / bytes_of(p.dtype));
     params.values = values_view(p, values_.arg())->map(line / 2, kRows);
     params.words = words_view(p)->map(kChunkRow, kRows);
-    params.b = along_k_ ? along_k_view(p, b_.arg())->map(line, static_cast<std::uint32_t>(choice.width / choice.pair))
+    params.b = along_k_ ? along_k_view(p, b_.arg())->map(line, static_cast<std::uint32_t>(config.columns / config.pair))
                         : along_n_view(p)->map(line, line);
   }
 
@@ -265,10 +242,10 @@ void set_result(const Problem& p, Params& params) {
   params.plain = p.is_plain() ? 1 : 0;
 }
 
-/// How many tiles there are, and who has which.
-void set_tiles(const Problem& p, const Choice& choice, Params& params) {
-  const std::int64_t row_tiles = ceil_div(p.m, kRows * choice.pair), col_tiles = ceil_div(p.n, choice.width);
-  const std::int64_t share = std::min<std::int64_t>(kShare / choice.pair, row_tiles), tail = row_tiles % share;
+/// How many tiles there are, and in which order CTAs take them.
+void set_tiles(const Problem& p, const Config& config, Params& params) {
+  const std::int64_t row_tiles = ceil_div(p.m, kRows * config.pair), col_tiles = ceil_div(p.n, config.columns);
+  const std::int64_t share = std::min<std::int64_t>(kShare / config.pair, row_tiles), tail = row_tiles % share;
   params.m = narrowed(p.m);
   params.n = narrowed(p.n);
   params.groups = narrowed(groups_of(p));
@@ -278,39 +255,37 @@ void set_tiles(const Problem& p, const Choice& choice, Params& params) {
   params.share = Divisor(share);
   params.tail = Divisor(tail != 0 ? tail : share);
   params.b_batch = p.b.batch != 0 ? 1 : 0;
-  params.split = choice.split;
+  params.split = config.split;
   const std::int64_t steps = steps_of(p), chunk = steps_of_chunk(bytes_of(p.dtype));
-  for (int part = 0; part <= choice.split; ++part) {
-    params.first_step[part] = narrowed(std::min(part * ceil_div(steps, chunk) / choice.split * chunk, steps));
+  for (int part = 0; part <= config.split; ++part) {
+    params.first_step[part] = narrowed(std::min(part * ceil_div(steps, chunk) / config.split * chunk, steps));
   }
+}
+
+bool fits(const Problem& p, const Machine& machine) {
+  const bool sizes = p.k > 0 && p.m < kMost && p.n < kMost && p.k < kMost && p.batch < kMost &&
+                     ceil_div(p.m, kRows) * ceil_div(p.n, kWidths.back()) < kMost / p.batch;
+  const bool type = std::ranges::find(kTypes, p.dtype) != kTypes.end() &&
+                    (p.dtype != DType::f32 || machine.precision == Precision::tf32);
+  return machine.hopper && sizes && type && can_finish(p) && Operands::suit(p);
+}
+
+void launch(const Problem& p, const Config& config, const Machine& machine, Context& context) {
+  const Operands operands(p, context);
+  Params params{};
+  operands.map(p, config, params);
+  set_result(p, params);
+  set_tiles(p, config, params);
+  const int cluster = config.split * config.pair, rooms = machine.multiprocessors / cluster;
+  const int clusters = config.split > 1 ? params.total : std::min(params.total, rooms);
+  kernel(p.dtype, operands.along_k(), config, context.device.index)
+      .launch_clusters(clusters * cluster, cluster, kThreads, shared_bytes(config.columns), &params, context.stream);
 }
 
 }  // namespace
+}  // namespace tma_gemm
 
-bool run(const Problem& p, Context& context, const Choice& choice) {
-  if (!suits(p, choice, context) || !can_finish(p) || !Operands::suit(p)) {
-    return false;
-  }
-  const Operands operands(p, context);
-  Params params{};
-  operands.map(p, choice, params);
-  set_result(p, params);
-  set_tiles(p, choice, params);
-  const int device = context.device.index, cluster = choice.split * choice.pair;
-  const int rooms = driver::device_info(device).multiprocessors / cluster;
-  const int clusters = choice.split > 1 ? params.total : std::min(params.total, rooms);
-  kernel(p.dtype, operands.along_k(), choice.width, choice.pair, device)
-      .launch_clusters(clusters * cluster, cluster, kThreads, shared_bytes(choice.width), &params, context.stream);
-  return true;
-}
+const KernelFamily kTmaGemm{"tma_gemm",     tma_gemm::fits,     tma_gemm::list,
+                            tma_gemm::cost, tma_gemm::clusters, tma_gemm::launch};
 
-}  // namespace fretwork::two_four::hopper
-
-namespace fretwork::two_four::cuda {
-
-bool run_hopper(const Problem& problem, Context& context) {
-  return fretwork::cuda::kernel_arch(context.device.index) == "sm_90a" &&
-         hopper::run(problem, context, hopper::choose(problem, context.device.index));
-}
-
-}  // namespace fretwork::two_four::cuda
+}  // namespace fretwork::two_four

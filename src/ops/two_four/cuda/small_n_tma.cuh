@@ -1,5 +1,6 @@
-// 2:4 products of 16-bit types with up to 64 columns on Hopper, b along k and the result along m, in whole tiles. They
-// take little longer than a launch, so latency counts: the first loads are issued early, and the last sums leave soon.
+// small_n_tma: 2:4 products of 16-bit types with up to 64 columns on Hopper, b along k and the result along m, in whole
+// tiles. Latency dominates: the first loads are issued early, and sums go straight from registers to the CTA that
+// stores them.
 #pragma once
 
 #include "device/activation.cuh"
@@ -7,9 +8,9 @@
 #include "device/cluster.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
-#include "ops/two_four/cuda/params_narrow.cuh"
+#include "ops/two_four/cuda/params.h"
 
-namespace fretwork::two_four::narrow {
+namespace fretwork::two_four::small_n_tma {
 
 /// What a CTA has, and its barriers.
 template <int kColumns, int kGroups>
@@ -206,8 +207,9 @@ __device__ __forceinline__ void store(const Params& p, u32 base, int row0, u32 r
   }
 }
 
-/// The last warp fetches as soon as it has made the barriers; the others meet it without stopping it. Nobody sends to a
-/// CTA that has not begun, nor ends before all was sent to it.
+/// The last warp initialises the barriers and fetches at once; the other warps wait for the barriers, it waits for none
+/// of them. The cluster barrier holds back sums until every CTA of the cluster has started, and a CTA ends only after
+/// it has received all of its sums.
 template <typename T, int kColumns, int kGroups>
 __global__ void __launch_bounds__(threads(kGroups), 1) product(const __grid_constant__ Params p) {
   using S = Shape<kColumns, kGroups>;
@@ -251,4 +253,4 @@ __global__ void __launch_bounds__(threads(kGroups), 1) product(const __grid_cons
   }
 }
 
-}  // namespace fretwork::two_four::narrow
+}  // namespace fretwork::two_four::small_n_tma

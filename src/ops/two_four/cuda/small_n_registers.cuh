@@ -1,7 +1,8 @@
-// 2:4 products of 16-bit types with few columns and weights so small that a launch takes longer than reading them.
+// small_n_registers: 2:4 products of 16-bit types with few columns and weights so small that a launch takes longer than
+// reading them.
 // There is no ring and no cluster, and only sums go through shared memory. A CTA has 16 rows and the whole depth, its
-// warps split the depth, and every lane issues all its loads at once. The k of the slots of an mma are as in few.cuh:
-// lane t of a quad has run t of four, and of b every second word of runs t / 2 and t / 2 + 2.
+// warps split the depth, and every lane issues all its loads at once. The k of the slots of an mma are as in
+// small_n_cp_async.cuh: lane t of a quad has run t of four, and of b every second word of runs t / 2 and t / 2 + 2.
 #pragma once
 
 #include "device/activation.cuh"
@@ -9,9 +10,9 @@
 #include "device/load.cuh"
 #include "device/mma.cuh"
 #include "ops/two_four/cuda/metadata.cuh"
-#include "ops/two_four/cuda/params_direct.cuh"
+#include "ops/two_four/cuda/params.h"
 
-namespace fretwork::two_four::direct {
+namespace fretwork::two_four::small_n_registers {
 
 /// Not one that the compiler moves to where the words are needed. Through the first-level cache, where the CTAs of a
 /// multiprocessor meet in b: past it 4096 × 1024 with 16 columns took 8.8 instead of 7.5 µs.
@@ -158,4 +159,4 @@ __global__ void __launch_bounds__(32 * most_warps(kTiles, kBlocks)) product(cons
   store<T, kTiles>(p, sums, row0, warps);
 }
 
-}  // namespace fretwork::two_four::direct
+}  // namespace fretwork::two_four::small_n_registers

@@ -1,9 +1,10 @@
-// 2:4 products with up to 64 columns, at the rate at which memory delivers the sparse operand. Everything comes through
-// a ring of stages in shared memory, several ahead, by cp.async. Which k the slots of an mma stand for is free if
-// values, nibbles and b agree, so a lane multiplies 16 bytes of values at once. Of four neighbouring runs of k (64 of
-// 16-bit types, 128 of 8-bit ones) lane t of a quad has run t, in four registers. The first mma takes registers 0 and 1
-// of the four lanes, the second 2 and 3. A lane's metadata then gathers what belongs to one register of each lane. Its
-// part of b lies in two runs, 4 bytes of every 8, so b is stored in the order in which lanes read it.
+// small_n_cp_async: 2:4 products with up to 64 columns, at the rate at which memory delivers the sparse operand.
+// Everything comes through a ring of stages in shared memory, several ahead, by cp.async. Which k the slots of an mma
+// stand for is free if values, nibbles and b agree, so a lane multiplies 16 bytes of values at once. Of four
+// neighbouring runs of k (64 of 16-bit types, 128 of 8-bit ones) lane t of a quad has run t, in four registers. The
+// first mma takes registers 0 and 1 of the four lanes, the second 2 and 3. A lane's metadata then gathers what belongs
+// to one register of each lane. Its part of b lies in two runs, 4 bytes of every 8, so b is stored in the order in
+// which lanes read it.
 #pragma once
 
 #include "device/activation.cuh"
@@ -15,9 +16,9 @@
 #include "device/types.cuh"
 #include "ops/two_four/cuda/metadata.cuh"
 #include "ops/two_four/cuda/out.cuh"
-#include "ops/two_four/cuda/params_few.cuh"
+#include "ops/two_four/cuda/params.h"
 
-namespace fretwork::two_four::few {
+namespace fretwork::two_four::small_n_cp_async {
 
 inline constexpr int kSteps = kBlockRuns / 4;  ///< of four runs in a block
 inline constexpr int kLines = 4;               ///< of the sparse operand that a lane multiplies: 8 apart
@@ -164,7 +165,7 @@ struct Stage {
   }
 
   /// Without registers, where b lies along k: a warp copies four runs of a column at once, of every eight columns the
-  /// one that is its turn. Columns that are not there stay as they are: nobody reads their sums.
+  /// one that is its turn. Columns beyond the last stay as they are: their sums are not stored.
   static __device__ __forceinline__ void copy(const Params& p, int first_block, u32 to) {
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     const int run = lane / 8, word = lane % 8, t = run % 2 * 2 + word % 2;
@@ -433,7 +434,7 @@ __device__ __forceinline__ void reduce(const Params& p, const Sums<T, kColumns>&
     }
   }
 #if __CUDA_ARCH__ >= 900
-  if (p.split > 1) {  // nobody leaves while another may read from here; what was read needs no fence
+  if (p.split > 1) {  // no CTA exits while another may read its shared memory; reads need no fence
     asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
   }
 #endif
@@ -441,7 +442,7 @@ __device__ __forceinline__ void reduce(const Params& p, const Sums<T, kColumns>&
 
 template <typename T, int kColumns>
 __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ Params p) {
-  extern __shared__ __align__(16) u8 few_shared[];
+  extern __shared__ __align__(16) u8 stage_memory[];
   using B = Stage<T, kColumns>;
   constexpr int kWordBytes = kBlockRuns * kRunWords<T> * kRows;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, t = lane % 4;
@@ -480,20 +481,20 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
   wait_for_earlier_kernel();
 #endif
   for (int s = 0; s < p.stages - 1; ++s) {
-    fetch(few_shared + s * stage_bytes);
-    advance(few_shared + s * stage_bytes);
+    fetch(stage_memory + s * stage_bytes);
+    advance(stage_memory + s * stage_bytes);
   }
   Sums<T, kColumns> sums;
   int here = 0, free = end - stage_bytes;
 #pragma unroll 1
   for (int first = rank * parts; first < blocks; first += stride) {
     wait_for_copies(p.stages - 2);
-    __syncthreads();  // this stage is there, and nobody reads the one before, which is fetched into
-    const u8* const stage = few_shared + here;
+    __syncthreads();  // this stage has arrived, and the one before, which is filled next, is no longer read
+    const u8* const stage = stage_memory + here;
 #pragma unroll 1
     for (int turn = 0; turn < 2; ++turn) {
       if (turn == late) {
-        fetch(few_shared + free);
+        fetch(stage_memory + free);
       } else if (first + warp_part < blocks) {
         u32 metadata[kSteps][2][kFields<T>];
         read_words<T>(stage + kWarps * kValueBytes + warp * kWordBytes, lane, metadata);
@@ -506,14 +507,14 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
         }
       }
     }
-    advance(few_shared + free);
+    advance(stage_memory + free);
     free = here;
     here = here + stage_bytes == end ? 0 : here + stage_bytes;
   }
   let_next_kernel_start();
   copy_async_wait<0>();
-  __syncthreads();  // nobody reads a stage where sums come to lie
-  reduce<T>(p, sums, row0, rank, reinterpret_cast<u32*>(few_shared));
+  __syncthreads();  // the sums overwrite the stages
+  reduce<T>(p, sums, row0, rank, reinterpret_cast<u32*>(stage_memory));
 }
 
-}  // namespace fretwork::two_four::few
+}  // namespace fretwork::two_four::small_n_cp_async

@@ -1,0 +1,119 @@
+// How a GPU kernel is chosen: the candidates, their cost in microseconds, and what a kernel family tells of itself.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "ops/two_four/problem.h"
+
+namespace fretwork::two_four {
+
+/// Whether mma.sp takes fp8 as it is: on sm_89 and sm_12x. sm_80 has no fp8, and for sm_90 to sm_11x ptxas converts
+/// operands before each mma.sp, which takes the registers that sums need.
+bool has_fp8_mma_sp(const std::string& arch);
+
+/// What kernels are chosen for; by default an H200.
+struct Machine {
+  int arch = 90, multiprocessors = 132, shared_bytes = 227 * 1024;
+  bool hopper = true;       ///< kernels for sm_90a run
+  bool fp8_mma_sp = false;  ///< mma.sp takes fp8 as it is
+  Precision precision = Precision::ieee;
+  static Machine of(const Context& context);
+};
+
+struct KernelFamily;
+
+/// One way to launch a kernel; what its family does not vary stays as it is here.
+struct Config {
+  const KernelFamily* family = nullptr;
+  int rows = 0, columns = 0;  ///< of a CTA's tile
+  int split = 1;              ///< CTAs of a cluster that share the depth of a tile
+  int pair = 1;               ///< CTAs of a cluster that share what they fetch of b
+  int warps = 0;              ///< of a CTA
+  int stages = 0;             ///< of the depth that are in flight
+  bool operator==(const Config&) const = default;
+  std::string text() const;
+};
+
+struct Candidate {
+  Config config;
+  double microseconds = 0;
+};
+
+/// A list of fixed capacity: a call allocates nothing. small_n_cp_async has most, 8 splits × 4 heights of tiles.
+class Candidates {
+ public:
+  static constexpr std::size_t kMost = 32;
+  Candidates() {}  // NOLINT: elements come to life in add
+  void add(const Config& config, double microseconds) { std::construct_at(&all_[count_++], config, microseconds); }
+  std::span<Candidate> all() { return {all_, count_}; }
+
+ private:
+  union {
+    Candidate all_[kMost];
+  };
+  std::size_t count_ = 0;
+};
+
+/// The model: what a launch does, in microseconds. Bytes and products of all CTAs overlap; the rest adds up. Each
+/// family has the rates that its loop reaches.
+struct Work {
+  double memory = 0;   ///< bytes from memory
+  double l2 = 0;       ///< bytes through L2
+  double busiest = 0;  ///< the ports, shared memory and tensor cores of the SM with most to do, over all waves
+  double serial = 0;   ///< what overlaps with nothing: the first bytes, reductions, copies of operands before
+
+  double microseconds() const {
+    constexpr double kLaunch = 3.2;  // an empty kernel on an H200
+    return kLaunch + std::max({memory, l2, busiest}) + serial;
+  }
+};
+/// Bytes per microsecond: the sparse operand of 14336 × 4096 bf16, 66 MB, takes 20 µs of the 27 of a product with few
+/// columns on an H200.
+inline constexpr double kMemoryRate = 3.3e6;
+
+/// Bytes of values and metadata.
+inline double sparse_bytes(const Problem& p) {
+  const auto dense = static_cast<double>(p.m) * static_cast<double>(p.k);
+  return dense / 2 * static_cast<double>(size_of(p.dtype)) + dense / static_cast<double>(2 * group(p.dtype));
+}
+
+/// What a family of kernels tells; nothing else knows how it works.
+struct KernelFamily {
+  const char* name;
+  bool (*fits)(const Problem& problem, const Machine& machine);
+  /// The configurations of a problem that fits, with their cost, or a lower bound of it where that depends on how many
+  /// clusters run at once.
+  void (*list)(const Problem& problem, const Machine& machine, Candidates& list);
+  /// The cost where `clusters` run at once; infinite if that is too few. Null where clusters do not matter.
+  double (*cost)(const Problem& problem, const Config& config, const Machine& machine, std::int64_t clusters);
+  /// How many clusters of a configuration run at once. Compiles its kernel.
+  int (*clusters)(const Problem& problem, const Config& config, int device);
+  void (*launch)(const Problem& problem, const Config& config, const Machine& machine, Context& context);
+};
+extern const KernelFamily kSmallNRegisters, kSmallNTma, kSmallNCpAsync, kTmaGemm, kPortable, kGeneric;
+
+/// Answers what KernelFamily::clusters does.
+using CountClusters = std::function<int(const Config& config)>;
+
+/// The cheapest configuration of a family that fits.
+Config choose(const KernelFamily& family, const Problem& problem, const Machine& machine, const CountClusters& count);
+/// The configuration that a call takes.
+Config choose(const Problem& problem, const Machine& machine, const CountClusters& count);
+/// Every configuration of every family that fits, cheapest first.
+std::vector<Candidate> candidates(const Problem& problem, const Machine& machine);
+
+namespace cuda {
+/// Runs a family in its cheapest configuration, or in the given one, for tests and benchmarks; false where that does
+/// not fit.
+bool run(const Problem& problem, const KernelFamily& family, Context& context);
+bool run(const Problem& problem, const Config& config, Context& context);
+}  // namespace cuda
+
+}  // namespace fretwork::two_four

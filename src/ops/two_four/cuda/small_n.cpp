@@ -1,0 +1,490 @@
+// Host side of the kernels for up to 64 columns. small_n_registers: few columns and small weights on Hopper.
+// small_n_tma: whole tiles on Hopper. small_n_cp_async: from sm_80 on.
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <cstdlib>
+#include <iterator>
+#include <limits>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/divide.h"
+#include "ops/two_four/choose.h"
+#include "ops/two_four/cuda/operands.h"
+#include "runtime/alignment.h"
+#include "runtime/kernels.h"
+#include "runtime/tensor_map.h"
+
+namespace fretwork::two_four {
+namespace {
+
+constexpr std::array kHalfTypes = {DType::f16, DType::bf16};
+/// Sizes that kernels may multiply by 64 in 32 bits.
+constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 64;
+
+template <typename List, typename Value>
+std::size_t place_in(const List& list, const Value& value) {
+  return static_cast<std::size_t>(std::ranges::find(list, value) - std::begin(list));
+}
+template <typename List, typename Value>
+bool is_in(const List& list, const Value& value) {
+  return std::ranges::find(list, value) != std::end(list);
+}
+
+/// "fretwork::two_four::small_n_tma::product<fretwork::f16, 16, 1>" and the like.
+KernelSpec instance(const char* family, DType dtype, std::initializer_list<int> sizes, int shared) {
+  std::string name = std::string("fretwork::two_four::") + family + "::product<" + device_type(dtype);
+  for (const int size : sizes) {
+    name += ", " + std::to_string(size);
+  }
+  return {std::string("ops/two_four/cuda/") + family + ".cuh", name + ">", shared};
+}
+
+/// What the two kernels for Hopper take, as a linear layer calls them: 16-bit operands along k in whole steps of 128,
+/// and a result of their type without scales.
+bool is_half_linear(const Problem& p, const Machine& machine, std::int64_t most_columns) {
+  static_assert(small_n_registers::kDepth == 128 && small_n_tma::kDepth == 128);
+  return machine.hopper && is_in(kHalfTypes, p.dtype) && p.out == p.dtype && p.batch == 1 && p.n <= most_columns &&
+         p.m < kMost && p.k > 0 && p.k % 128 == 0 && p.k < kMost && p.words.along == 1 && p.scale_s.data == nullptr &&
+         p.scale_b.data == nullptr && p.scale_out == nullptr;
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------------------------------- small_n_registers
+
+namespace small_n_registers {
+namespace {
+
+constexpr std::array kTiles = {1, 2}, kBlocks = {1, 2};
+constexpr std::array kWarps = {4, 8, 16};
+
+int tiles_of(const Problem& p) { return static_cast<int>(ceil_div(p.n, 8)); }
+
+KernelSpec spec(DType dtype, int tiles, int blocks) {
+  return instance("small_n_registers", dtype, {tiles, blocks}, KernelSpec::kBySize);
+}
+std::vector<KernelSpec> list_kernels(const std::string& arch) {
+  std::vector<KernelSpec> list;
+  for (std::size_t n = 0; n < 8 && arch == "sm_90a"; ++n) {
+    list.push_back(spec(kHalfTypes[n / 4], kTiles[n / 2 % 2], kBlocks[n % 2]));
+  }
+  return list;
+}
+const KernelList kKernels{"two_four", list_kernels};
+constinit KernelTable<8> kernels;
+
+/// Whether lines of `count` that are `bytes` apart begin with whole units of 16 bytes.
+bool in_units(const void* data, std::int64_t count, std::int64_t bytes) {
+  return is_aligned(data, 16) && (count == 1 || bytes % 16 == 0);
+}
+
+/// With up to 8 columns it won on all weights that were measured, up to 8192². With more, b, which every CTA reads,
+/// takes as long as small weights: it won up to 2048².
+bool fits(const Problem& p, const Machine& machine) {
+  return is_half_linear(p, machine, 8 * kTiles.back()) && p.values.along == 1 &&
+         in_units(p.values.data, p.m, 2 * p.values.line) && in_units(p.words.data, p.m, p.words.line * p.word_bytes) &&
+         p.b.row == 1 && in_units(p.b.data, p.n, 2 * p.b.col) && p.m * p.k <= (tiles_of(p) == 1 ? 1 << 26 : 1 << 22);
+}
+
+/// As many warps as find room when all CTAs run at once, and no more than there are blocks of the depth.
+Config preferred(const Problem& p, const Machine& machine) {
+  const std::int64_t blocks = p.k / kDepth, each = ceil_div(ceil_div(p.m, kRows), machine.multiprocessors);
+  const int most = tiles_of(p) == 1 ? 16 : 8, room = each == 1 ? most : each == 2 ? 8 : 4;
+  const int warps = blocks <= 4 ? 4 : blocks <= 8 ? std::min(room, 8) : room;
+  return {.family = &kSmallNRegisters, .warps = warps, .stages = blocks > warps * (tiles_of(p) == 1 ? 4 : 1) ? 2 : 1};
+}
+
+/// Fitted to 512² to 14336 × 4096 with 1 to 16 columns, bf16: 4.5 to 30 µs. How warps share the depth changes less than
+/// the model sees, so that `preferred` decides and the others come behind it.
+void list(const Problem& p, const Machine& machine, Candidates& list) {
+  constexpr double kRate = 3.05e6, kFirstBytes = 1.4, kSecondTile = 0.02, kNotPreferred = 0.1;
+  const Config best = preferred(p, machine);
+  const Work work{.memory = sparse_bytes(p) / kRate,
+                  .serial = kFirstBytes + (tiles_of(p) - 1) * kSecondTile * static_cast<double>(p.k / kDepth)};
+  for (const int warps : kWarps) {
+    for (const int blocks : kBlocks) {
+      const Config config{.family = &kSmallNRegisters, .warps = warps, .stages = blocks};
+      if (warps <= most_warps(tiles_of(p), blocks)) {
+        list.add(config, work.microseconds() + (config == best ? 0.0 : kNotPreferred));
+      }
+    }
+  }
+}
+
+void launch(const Problem& p, const Config& config, const Machine& /*machine*/, Context& context) {
+  Params params{};
+  params.values = p.values.data;
+  params.words = p.words.data;
+  params.b = p.b.data;
+  params.bias = p.bias.data;
+  params.c = p.c.data;
+  params.values_line = 2 * p.values.line;
+  params.words_line = p.words.line * p.word_bytes;
+  params.b_col = 2 * p.b.col;
+  params.c_row = p.c.row;
+  params.c_col = p.c.col;
+  params.bias_stride = p.bias.stride;
+  params.m = static_cast<int>(p.m);
+  params.n = static_cast<int>(p.n);
+  params.blocks = static_cast<int>(p.k / kDepth);
+  params.activation = static_cast<int>(p.activation);
+  const int tiles = tiles_of(p);
+  const std::size_t number = (place_in(kHalfTypes, p.dtype) * 2 + place_in(kTiles, tiles)) * 2;
+  kernels
+      .get(number + place_in(kBlocks, config.stages), context.device.index,
+           [&] { return spec(p.dtype, tiles, config.stages); })
+      .launch_behind(ceil_div(p.m, kRows), 32 * config.warps, shared_bytes(tiles, config.warps), &params,
+                     context.stream);
+}
+
+}  // namespace
+}  // namespace small_n_registers
+
+const KernelFamily kSmallNRegisters{
+    "small_n_registers", small_n_registers::fits, small_n_registers::list, nullptr, nullptr, small_n_registers::launch};
+
+// ------------------------------------------------------------------------------------------------- small_n_tma
+
+namespace small_n_tma {
+namespace {
+
+constexpr std::array kColumns = {16, 32, 64};
+constexpr std::array kGroups = {1, 2};
+static_assert(shared_bytes(64, 2) + 256 <= 227 << 10 && stages(64, 2) > 3);
+
+KernelSpec spec(DType dtype, int columns, int groups) {
+  return instance("small_n_tma", dtype, {columns, groups}, shared_bytes(columns, groups));
+}
+std::vector<KernelSpec> list_kernels(const std::string& arch) {
+  std::vector<KernelSpec> list;
+  for (std::size_t n = 0; n < 12 && arch == "sm_90a"; ++n) {
+    list.push_back(spec(kHalfTypes[n / 6], kColumns[n / 2 % 3], kGroups[n % 2]));
+  }
+  return list;
+}
+const KernelList kKernels{"two_four", list_kernels};
+constinit KernelTable<12> kernels;
+
+int columns_of(const Problem& p) { return *std::ranges::lower_bound(kColumns, static_cast<int>(p.n)); }
+/// Warpgroups of a CTA, with 64 rows each.
+int groups_of(const Config& config) { return config.rows / rows(1); }
+
+const Kernel& kernel(const Problem& p, int groups, int device) {
+  const int columns = columns_of(p);
+  const std::size_t number = (place_in(kHalfTypes, p.dtype) * 3 + place_in(kColumns, columns)) * 2;
+  return kernels.get(number + place_in(kGroups, groups), device, [&] { return spec(p.dtype, columns, groups); });
+}
+
+struct Views {
+  std::optional<TiledView> values, words, b;
+  explicit Views(const Problem& p)
+      : values(make_tiled_view(p.values.data, {p.k / 2, p.m, 1, 1}, {p.values.along, p.values.line, 0, 0})),
+        words(make_tiled_view(p.words.data, {p.k / 8, p.m, 1, 1}, {1, p.words.line * p.word_bytes, 0, 0}, 1)),
+        b(make_tiled_view(p.b.data, {p.k, p.n, 1, 1}, {p.b.row, p.b.col, 0, 0})) {}
+  bool all() const { return values && words && b; }
+};
+
+bool fits(const Problem& p, const Machine& machine) {
+  const bool result = p.c.row == 1 && is_aligned(p.c.data, 4) && (p.n == 1 || p.c.col % 2 == 0);
+  return is_half_linear(p, machine, kColumns.back()) && p.m % rows(1) == 0 && result &&
+         p.m / rows(p.m % rows(2) == 0 ? 2 : 1) <= machine.multiprocessors && Views(p).all();
+}
+
+/// Memory gives the sparse operand, L2 that and b to all CTAs, each of which has a port to it, and a CTA's sums go to
+/// others. The rates chose best among all configurations of 39 products, 1024² to 14336 × 4096; their scale and the
+/// first bytes' latency are those of 512² to 8192² with 1 to 64 columns, within 7%.
+double cost(const Problem& p, const Config& config, const Machine& /*machine*/, std::int64_t clusters) {
+  constexpr double kMemory = 3.3e6, kL2 = 13.75e6, kPort = 0.11e6, kSums = 0.0825e6;  // bytes per microsecond
+  constexpr double kMeet = 1.0 / 275, kFirstBytes = 2.7;
+  if (p.m / config.rows > clusters) {
+    return std::numeric_limits<double>::infinity();  // all must run at once
+  }
+  const double ctas = static_cast<double>(p.m / config.rows * config.split);
+  const double steps = static_cast<double>(ceil_div(p.k / kDepth, config.split));
+  const double sparse = config.rows * (kDepth + kDepth / 8), b = double(p.n) * kDepth * 2;
+  const double all = double(p.k / kDepth) / config.split * ctas, own = steps * (sparse + b) / kPort;
+  const double sums = 4.0 * config.rows * columns_of(p) / kSums + kMeet * config.split;
+  const Work work{.memory = all * sparse / kMemory,
+                  .l2 = all * (sparse + b) / kL2,
+                  .busiest = own,
+                  .serial = kFirstBytes + own / 4 + sums};
+  return work.microseconds();
+}
+
+void list(const Problem& p, const Machine& machine, Candidates& list) {
+  for (const int groups : kGroups) {
+    for (int split = 1; split <= kMostSplit; ++split) {
+      const Config config{.family = &kSmallNTma, .rows = rows(groups), .split = split};
+      if (p.m % config.rows == 0 && p.k / kDepth >= split) {
+        list.add(config, cost(p, config, machine, machine.multiprocessors / split));
+      }
+    }
+  }
+}
+
+int clusters(const Problem& p, const Config& config, int device) {
+  const int groups = groups_of(config);
+  return kernel(p, groups, device)
+      .resident_clusters(config.split, threads(groups), shared_bytes(columns_of(p), groups));
+}
+
+void share(Params& params, int steps, int units, int split) {
+  params.split = split;
+  params.slots = (units + split - 1) / split;
+  params.inverse = ((1u << 31) + static_cast<unsigned>(split) - 1) / static_cast<unsigned>(split);
+  for (int rank = 0; rank <= split; ++rank) {
+    params.first_step[rank] = static_cast<int>(std::int64_t{rank} * steps / split);
+    params.first_unit[rank] = rank * units / split;
+  }
+}
+
+void launch(const Problem& p, const Config& config, const Machine& /*machine*/, Context& context) {
+  const Views views(p);
+  const int columns = columns_of(p), groups = groups_of(config);
+  const auto tile = static_cast<std::uint32_t>(config.rows);
+  Params params{};
+  params.values = views.values->map(kDepth / 2, tile);
+  params.words = views.words->map(64, tile);
+  params.b = views.b->map(64, static_cast<std::uint32_t>(columns));
+  params.out = p.c.data;
+  params.c_col = p.c.col;
+  params.bias = p.bias.data;
+  params.bias_stride = p.bias.stride;
+  params.activation = static_cast<int>(p.activation);
+  params.n = static_cast<int>(p.n);
+  share(params, static_cast<int>(p.k / kDepth), units(columns, groups), config.split);
+  kernel(p, groups, context.device.index)
+      .launch_clusters(p.m / tile * config.split, config.split, threads(groups), shared_bytes(columns, groups), &params,
+                       context.stream, true);
+}
+
+}  // namespace
+}  // namespace small_n_tma
+
+const KernelFamily kSmallNTma{"small_n_tma",     small_n_tma::fits,     small_n_tma::list,
+                              small_n_tma::cost, small_n_tma::clusters, small_n_tma::launch};
+
+// -------------------------------------------------------------------------------------------- small_n_cp_async
+
+namespace small_n_cp_async {
+namespace {
+
+/// A type, the numbers of columns that it has a kernel for (as bits: a power of two each), and its size.
+struct Operand {
+  DType dtype;
+  int columns;
+  int bytes;
+  /// Metadata of a run.
+  int run_words() const { return bytes == 1 ? 4 : 2; }
+};
+constexpr Operand kOperands[] = {{DType::f16, 8 | 16 | 32 | 64, 2},
+                                 {DType::bf16, 8 | 16 | 32 | 64, 2},
+                                 {DType::i8, 16 | 64, 1},
+                                 {DType::u8, 16 | 64, 1}};
+constexpr int kLeastColumns = 8, kSizes = 4;  // 8, 16, 32, 64
+constexpr int kMostSplit = 8;
+
+KernelSpec spec(DType dtype, int columns) {
+  return instance("small_n_cp_async", dtype, {columns}, KernelSpec::kBySize);
+}
+std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
+  std::vector<KernelSpec> list;
+  for (const Operand& operand : kOperands) {
+    for (int columns = kLeastColumns; columns <= kMostColumns; columns *= 2) {
+      if ((operand.columns & columns) != 0) {
+        list.push_back(spec(operand.dtype, columns));
+      }
+    }
+  }
+  return list;
+}
+const KernelList kKernels{"two_four", list_kernels};
+constinit KernelTable<std::size(kOperands) * kSizes> kernels;
+
+/// What a problem's kernel is made for, and blocks of its depth.
+struct Tiling {
+  const Operand& operand;
+  int columns = kLeastColumns;
+  std::int64_t blocks;
+
+  explicit Tiling(const Problem& p)
+      : operand(*std::ranges::find(kOperands, p.dtype, &Operand::dtype)),
+        blocks(ceil_div(p.k * operand.bytes, std::int64_t{kBlockRuns} * kRunBytes)) {
+    while (columns < p.n * p.batch || (operand.columns & columns) == 0) {
+      columns *= 2;
+    }
+  }
+  int stage_bytes(int log) const { return small_n_cp_async::stage_bytes(columns, log, operand.run_words()); }
+  int sums_bytes(int log) const { return small_n_cp_async::sums_bytes(columns, log); }
+  /// Stages that find room, 0 if too few do.
+  int stages(int log, const Machine& machine) const {
+    const int room = machine.shared_bytes / stage_bytes(log);
+    return room < 2 || sums_bytes(log) > machine.shared_bytes ? 0 : std::min(room, kMostStages);
+  }
+};
+int log_rows(const Config& config) { return std::countr_zero(static_cast<unsigned>(config.rows / kRows)); }
+
+const Kernel& kernel(const Tiling& tiling, int device) {
+  const auto size = static_cast<std::size_t>(std::countr_zero(static_cast<unsigned>(tiling.columns / kLeastColumns)));
+  const auto operand = static_cast<std::size_t>(&tiling.operand - kOperands);
+  return kernels.get(operand * kSizes + size, device, [&] { return spec(tiling.operand.dtype, tiling.columns); });
+}
+
+/// Steps of `stride` keep what `count` of them start from a multiple of.
+bool keeps(std::int64_t count, std::int64_t stride, std::int64_t multiple) {
+  return count == 1 || stride % multiple == 0;
+}
+
+bool has_result(const Problem& p) {
+  if (!is_integer(p.dtype)) {
+    return (p.out == p.dtype || p.out == DType::f32) && p.scale_out == nullptr;
+  }
+  return p.out == DType::i32 ? p.is_plain() : p.out != DType::f32 || p.scale_out == nullptr;
+}
+
+/// Values in 16 bytes, the metadata of these at once, and types and numbers that the kernel knows.
+bool fits(const Problem& p, const Machine& machine) {
+  if (machine.arch < 80 || std::ranges::find(kOperands, p.dtype, &Operand::dtype) == std::end(kOperands)) {
+    return false;
+  }
+  const int bytes = static_cast<int>(size_of(p.dtype)), run = kRunBytes / bytes;
+  const bool sizes = p.n <= kMostColumns && p.batch <= kMostColumns && p.n * p.batch <= kMostColumns && p.m <= kMost &&
+                     p.k <= kMost && p.k > 0 && p.k % run == 0;
+  return has_result(p) && sizes && Tiling(p).stages(kLogWarps, machine) > 0 && p.values.along == 1 &&
+         is_aligned(p.values.data, 16) && keeps(p.m, p.values.line * bytes, 16) &&
+         (p.words.along == 1 || p.k <= 8 * p.word_bytes) && is_aligned(p.words.data, run / 8) &&
+         keeps(p.m, p.words.line * p.word_bytes, run / 8);
+}
+
+/// Memory gives the sparse operand, L2 that and b, to all CTAs that run at once; a multiprocessor has its own ports to
+/// both and to its shared memory, and its tensor cores. The proportions of the rates took the best of all
+/// configurations of 4096² with 1 to 32 columns, or one within 2%; their scale is that of 512² to 8192² with 1 to 16. A
+/// wave is as long as a full one; with clusters that were not counted, all bytes count once.
+double cost(const Problem& p, const Tiling& tiling, const Config& config, const Machine& machine,
+            std::int64_t clusters) {
+  constexpr double kMemory = 2.76e6, kL2 = 3.84e6, kPort = 28.8e3, kShared = 153.6e3, kRemote = 38.4e3;
+  constexpr double kColumn = 22.0 / 1200, kStage = 1.0 / 3, kStart = 5.0 / 3, kMeet = 0.5, kMeetEach = 0.125;
+  constexpr double kFirstBytes = 1.0, kManyColumns = 1.25, kGather = 2.0;
+  const int columns = tiling.columns, log = log_rows(config), parts = parts_of(log);
+  const bool counted = config.split == 1 || clusters > 0;
+  const std::int64_t resident = config.split == 1
+                                    ? machine.multiprocessors
+                                    : config.split * (counted ? clusters : machine.multiprocessors / config.split);
+  const std::int64_t ctas = ceil_div(p.m, config.rows) * config.split;
+  const std::int64_t waves = ceil_div(ctas, resident);
+  const auto stages = static_cast<double>(ceil_div(ceil_div(tiling.blocks, parts), config.split));  // of a CTA
+  const double fetched = stages * static_cast<double>(counted ? waves * std::min(ctas, resident) : ctas);
+  const double sparse = kWarps * (kValueBytes + kRows * kBlockRuns * tiling.operand.run_words());
+  const double b = double(parts) * kBlockRuns * kRunBytes * double(p.n * p.batch);
+  const double shared = 2 * sparse + b + double(kWarps) * kBlockRuns * kRunBytes * columns;
+  const double sums = tiling.sums_bytes(log);
+  const double meet = config.split > 1 ? kMeet + kMeetEach * config.split + sums / kRemote : sums / kShared;
+  const double slower = p.b.row != 1 ? kGather : p.n * p.batch > 32 ? kManyColumns : 1.0;
+  const double stage = std::max((sparse + b) / kPort, std::max(shared / kShared, kColumn * columns) + kStage);
+  const Work work{.memory = slower * fetched * sparse / kMemory,
+                  .l2 = slower * fetched * (sparse + b) / kL2,
+                  .busiest = slower * static_cast<double>(waves) * stages * stage,
+                  .serial = kFirstBytes + slower * (static_cast<double>(waves) * kStart + meet)};
+  return work.microseconds();
+}
+
+double cost(const Problem& p, const Config& config, const Machine& machine, std::int64_t clusters) {
+  return cost(p, Tiling(p), config, machine, clusters);
+}
+
+void list(const Problem& p, const Machine& machine, Candidates& list) {
+  const Tiling tiling(p);
+  std::array<int, kLogWarps + 1> stages{};
+  for (int log = 0; log <= kLogWarps; ++log) {
+    stages[static_cast<std::size_t>(log)] = tiling.stages(log, machine);
+  }
+  for (int split = 1; split <= (machine.arch >= 90 ? kMostSplit : 1); ++split) {
+    for (int log = 0; log <= kLogWarps; ++log) {
+      const Config config{.family = &kSmallNCpAsync,
+                          .rows = kRows << log,
+                          .split = split,
+                          .stages = stages[static_cast<std::size_t>(log)]};
+      if (config.stages > 0 && (split == 1 || ceil_div(tiling.blocks, parts_of(log)) >= split)) {
+        list.add(config, cost(p, tiling, config, machine, 0));
+      }
+    }
+  }
+}
+
+int clusters(const Problem& p, const Config& config, int device) {
+  return kernel(Tiling(p), device)
+      .resident_clusters(config.split, kThreads, fretwork::cuda::device_info(device).shared_per_block);
+}
+
+/// Bytes from column to column of b, over all batches, if it lies along k in words of four bytes; else 0.
+std::int64_t wide_step(const Problem& p, int bytes) {
+  const std::int64_t step = (p.n == 1 ? p.b.batch : p.b.col) * bytes;
+  const bool one = p.n * p.batch == 1, even = p.n == 1 || p.batch == 1 || p.b.batch == p.n * p.b.col;
+  const bool wide = p.b.row == 1 && is_aligned(p.b.data, 4) && even && (one || (step % 4 == 0 && step != 0));
+  return !wide ? 0 : one ? 4 : step;
+}
+
+Params fill(const Problem& p, const Config& config) {
+  const int bytes = static_cast<int>(size_of(p.dtype));
+  Params params{};
+  params.values = p.values.data;
+  params.words = p.words.data;
+  params.b = p.b.data;
+  params.bias = p.bias.data;
+  params.scale_s = static_cast<const float*>(p.scale_s.data);
+  params.scale_b = static_cast<const float*>(p.scale_b.data);
+  params.c = p.c.data;
+  params.values_line = p.values.line * bytes;
+  params.words_line = p.words.line * p.word_bytes;
+  params.b_row = p.b.row * bytes;
+  params.b_col = p.b.col * bytes;
+  params.b_batch = p.b.batch * bytes;
+  params.c_row = p.c.row;
+  params.c_col = p.c.col;
+  params.c_batch = p.c.batch;
+  params.bias_stride = p.bias.stride;
+  params.scale_s_stride = p.scale_s.stride;
+  params.scale_b_stride = p.scale_b.stride;
+  params.m = static_cast<int>(p.m);
+  params.n = static_cast<int>(p.n);
+  params.columns = static_cast<int>(p.n * p.batch);
+  params.runs = static_cast<int>(p.k * bytes / kRunBytes);
+  params.log_rows = log_rows(config);
+  params.split = config.split;
+  params.stages = config.stages;
+  params.activation = static_cast<int>(p.activation);
+  for (params.words_step = 16; params.words_step > 2; params.words_step /= 4) {
+    if (is_aligned(p.words.data, params.words_step) && keeps(p.m, params.words_line, params.words_step)) {
+      break;
+    }
+  }
+  params.b_wide = wide_step(p, bytes);
+  params.c_rows = p.n == 1 || std::llabs(p.c.row) <= std::llabs(p.c.col);
+  params.c_wide = p.c.row == 1 && is_aligned(p.c.data, 4 * size_of(p.out)) && keeps(p.n, p.c.col, 4) &&
+                  keeps(p.batch, p.c.batch, 4);
+  params.scale_out = p.scale_out;
+  params.out = out_type(p.out);
+  params.bias_type = out_type(p.bias_dtype());
+  return params;
+}
+
+void launch(const Problem& p, const Config& config, const Machine& machine, Context& context) {
+  const Tiling tiling(p);
+  const int log = log_rows(config), shared = std::max(config.stages * tiling.stage_bytes(log), tiling.sums_bytes(log));
+  const Params params = fill(p, config);
+  kernel(tiling, context.device.index)
+      .launch_clusters(ceil_div(p.m, config.rows) * config.split, config.split, kThreads, shared, &params,
+                       context.stream, machine.arch >= 90);
+}
+
+}  // namespace
+}  // namespace small_n_cp_async
+
+const KernelFamily kSmallNCpAsync{"small_n_cp_async",     small_n_cp_async::fits,     small_n_cp_async::list,
+                                  small_n_cp_async::cost, small_n_cp_async::clusters, small_n_cp_async::launch};
+
+}  // namespace fretwork::two_four

@@ -1,0 +1,151 @@
+// Which 2:4 kernel runs where, and what the cost model says; no GPU is needed to ask.
+#include "ops/two_four/choose.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <random>
+#include <vector>
+
+namespace fretwork::two_four {
+namespace {
+
+using Index = std::int64_t;
+
+/// A product of aligned operands in memory that nobody reads, b along k and c along m as in a linear layer.
+Problem linear(Index m, Index k, Index n, DType dtype = DType::bf16) {
+  Problem p;
+  const auto place = [](std::uintptr_t which) { return reinterpret_cast<void*>(which << 20); };
+  p.m = m, p.n = n, p.k = k;
+  p.dtype = p.out = dtype;
+  p.values = {place(1), k / 2, 1};
+  p.words = {place(2), k / group(dtype) / 4, 1};
+  p.b = {place(3), 1, k, 0};
+  p.c = {place(4), 1, m, 0};
+  return p;
+}
+Problem along_n(Problem p) {
+  p.b.row = p.n, p.b.col = 1;
+  return p;
+}
+
+/// Of an H200: of clusters of four some parts of the chip have one less.
+int count_clusters(const Config& config) { return config.split == 4 ? 30 : 132 / config.split; }
+
+const KernelFamily* family_of(const Problem& p, const Machine& machine = {}) {
+  return choose(p, machine, count_clusters).family;
+}
+
+TEST(TwoFourChoose, TheFamilyThatWasFastest) {
+  for (const Index n : {1, 8}) {
+    EXPECT_EQ(family_of(linear(8192, 8192, n)), &kSmallNRegisters);
+  }
+  EXPECT_EQ(family_of(linear(2048, 2048, 16)), &kSmallNRegisters);
+  EXPECT_EQ(family_of(linear(4096, 4096, 16)), &kSmallNTma);
+  EXPECT_EQ(family_of(linear(14336, 4096, 64)), &kSmallNTma);
+  EXPECT_EQ(family_of(linear(14336, 14336, 1)), &kSmallNTma);
+  EXPECT_EQ(family_of(linear(32768, 4096, 16)), &kSmallNCpAsync);  // not all CTAs of small_n_tma would be resident
+  EXPECT_EQ(family_of(linear(4000, 4096, 32)), &kSmallNCpAsync);   // no whole tiles
+  EXPECT_EQ(family_of(linear(4000, 4096, 33)), &kTmaGemm);
+  EXPECT_EQ(family_of(along_n(linear(4096, 4096, 16))), &kTmaGemm);
+  EXPECT_EQ(family_of(linear(4096, 4096, 16, DType::i8)), &kSmallNCpAsync);
+  EXPECT_EQ(family_of(linear(4096, 4096, 16, DType::f8_e4m3)), &kTmaGemm);
+  EXPECT_EQ(family_of(linear(4096, 4096, 4096)), &kTmaGemm);
+  EXPECT_EQ(family_of(linear(4096, 4096, 4096, DType::f32)), &kGeneric);
+  EXPECT_EQ(family_of(linear(4096, 4096, 4096, DType::f32), {.precision = Precision::tf32}), &kTmaGemm);
+  EXPECT_EQ(family_of(linear(4096, 4096, 4096, DType::f32), {.precision = Precision::tf32x3}), &kPortable);
+}
+
+TEST(TwoFourChoose, OtherGpus) {
+  const Machine ampere{.arch = 80, .multiprocessors = 108, .shared_bytes = 163 * 1024, .hopper = false};
+  EXPECT_EQ(family_of(linear(4096, 4096, 16), ampere), &kSmallNCpAsync);
+  EXPECT_EQ(family_of(along_n(linear(4096, 4096, 64)), ampere), &kSmallNCpAsync);
+  EXPECT_EQ(family_of(linear(4096, 4096, 65), ampere), &kPortable);
+  EXPECT_EQ(choose(linear(4096, 4096, 16), ampere, count_clusters).split, 1);  // there are no clusters
+  const Machine turing{.arch = 75, .multiprocessors = 68, .shared_bytes = 64 * 1024, .hopper = false};
+  EXPECT_EQ(family_of(linear(4096, 4096, 16), turing), &kGeneric);
+  const Machine ada{.arch = 89, .multiprocessors = 128, .shared_bytes = 99 * 1024, .hopper = false};
+  EXPECT_EQ(family_of(linear(4096, 4096, 64), ada), &kPortable);  // no room for two stages
+}
+
+/// Which configuration of tma_gemm where, as measured.
+TEST(TwoFourChoose, TmaGemmIsWhatWasFastest) {
+  const auto chosen = [](Index m, Index k, Index n, bool b_along_k) {
+    const Problem p = linear(m, k, n);
+    return choose(kTmaGemm, b_along_k ? p : along_n(p), {}, count_clusters).text();
+  };
+  const auto width = [](int columns, int split = 1, int pair = 1) {
+    return Config{.family = &kTmaGemm, .columns = columns, .split = split, .pair = pair}.text();
+  };
+  for (const bool b : {true, false}) {
+    const std::string large = width(256, 1, b ? 1 : 2);
+    EXPECT_EQ(chosen(8192, 8192, 8192, b), large);
+    EXPECT_EQ(chosen(4096, 14336, 4096, b), large);
+    EXPECT_EQ(chosen(14336, 4096, 4096, b), large);
+    EXPECT_EQ(chosen(14336, 4096, 512, b), width(256, 1, 2));
+    EXPECT_EQ(chosen(2048, 2048, 2048, b), width(256));
+    EXPECT_EQ(chosen(4096, 14336, 512, b), width(256, 2));
+    EXPECT_EQ(chosen(14336, 4096, 64, b), width(64));
+    EXPECT_EQ(chosen(8192, 8192, 64, b), width(64, 2));
+    EXPECT_EQ(chosen(4096, 14336, 64, b), width(64, 3));
+    EXPECT_EQ(chosen(4096, 14336, 128, b), width(64, 2));
+  }
+}
+
+/// Costs of bf16 linear layers against the times of bench/results/h200/two_four.json and docs/lab/two_four.md.
+TEST(TwoFourChoose, CostsAreMicroseconds) {
+  struct Measured {
+    const KernelFamily* family;
+    Index m, k, n;
+    double microseconds;
+  };
+  const Measured rows[] = {{&kSmallNRegisters, 512, 512, 1, 4.8},    {&kSmallNRegisters, 2048, 2048, 16, 7.9},
+                           {&kSmallNRegisters, 4096, 4096, 1, 11.8}, {&kSmallNRegisters, 8192, 8192, 1, 29.6},
+                           {&kSmallNTma, 512, 512, 64, 6.5},         {&kSmallNTma, 2048, 2048, 64, 9.2},
+                           {&kSmallNTma, 4096, 4096, 16, 12.6},      {&kSmallNTma, 8192, 8192, 64, 31.8},
+                           {&kSmallNTma, 14336, 4096, 16, 27.9},     {&kSmallNCpAsync, 512, 512, 16, 6.5},
+                           {&kSmallNCpAsync, 2048, 2048, 1, 9.0},    {&kSmallNCpAsync, 4096, 4096, 16, 15.2},
+                           {&kSmallNCpAsync, 8192, 8192, 64, 45.2},  {&kSmallNCpAsync, 14336, 4096, 16, 31.6},
+                           {&kTmaGemm, 1024, 1024, 128, 9.2},        {&kTmaGemm, 4096, 4096, 128, 17.0},
+                           {&kTmaGemm, 4096, 4096, 4096, 127.4},     {&kTmaGemm, 8192, 8192, 8192, 976.6},
+                           {&kTmaGemm, 14336, 4096, 512, 83.7},      {&kPortable, 2048, 2048, 128, 35.0},
+                           {&kPortable, 14336, 4096, 128, 63.5},     {&kPortable, 8192, 8192, 8192, 2447.3}};
+  for (const Measured& row : rows) {
+    const std::vector<Candidate> all = candidates(linear(row.m, row.k, row.n), {});
+    const auto found = std::ranges::find(all, row.family, [](const Candidate& c) { return c.config.family; });
+    ASSERT_TRUE(found != all.end()) << row.family->name;
+    EXPECT_NEAR(found->microseconds / row.microseconds, 1.0, 0.25)
+        << row.family->name << ' ' << row.m << "×" << row.k << "×" << row.n << ": " << found->microseconds;
+  }
+}
+
+/// What is listed bounds what a configuration costs when its clusters were counted, so that the cheapest is found.
+TEST(TwoFourChoose, TheCheapestOfAll) {
+  std::mt19937 random(3);
+  const auto below = [&](Index n) { return static_cast<Index>(random() % static_cast<unsigned>(n)); };
+  for (int n = 0; n < 500; ++n) {
+    Problem p = linear(64 * (1 + below(200)), 128 * (1 + below(100)), 1 + below(64));
+    p = below(4) == 0 ? along_n(p) : p;
+    for (const KernelFamily* family : {&kSmallNTma, &kSmallNCpAsync, &kTmaGemm}) {
+      if (!family->fits(p, {})) {
+        continue;
+      }
+      Candidates list;
+      family->list(p, {}, list);
+      std::vector<Candidate> counted;
+      for (const Candidate& candidate : list.all()) {
+        const double cost = candidate.config.split == 1
+                                ? candidate.microseconds
+                                : family->cost(p, candidate.config, {}, count_clusters(candidate.config));
+        EXPECT_GE(cost, candidate.microseconds * (1 - 1e-12)) << candidate.config.text();
+        counted.push_back({candidate.config, cost});
+      }
+      const auto best = std::ranges::min_element(counted, {}, &Candidate::microseconds);
+      EXPECT_EQ(choose(*family, p, {}, count_clusters).text(), best->config.text());
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fretwork::two_four

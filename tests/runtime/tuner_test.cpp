@@ -25,7 +25,7 @@ std::atomic<bool> go_on = false;  // never set
 
 /// A candidate whose rounds take `times`, the last one for ever; counts its rounds.
 TuneCandidate with_times(const std::string& name, std::vector<double> times, int* count,
-                     Verdict verdict = {true, true, 0}) {
+                         Verdict verdict = {true, true, 0}) {
   return {name, [verdict] { return verdict; },
           [times, count] {
             const auto n = static_cast<std::size_t>((*count)++);
@@ -50,7 +50,7 @@ using TunedTableTest = Folder;
 TEST(Race, DropsLosersEarlyAndKeepsTheRest) {
   int fast = 0, near = 0, slow = 0, hopeless = 0;
   const TuneCandidate all[] = {with_times("slow", {1.25}, &slow), with_times("fast", {1.0}, &fast),
-                           with_times("near", {1.05}, &near), with_times("hopeless", {2.5}, &hopeless)};
+                               with_times("near", {1.05}, &near), with_times("hopeless", {2.5}, &hopeless)};
   const auto finishes = race(all, {.rounds = 9, .favourite = ""}, go_on);
   ASSERT_TRUE(finishes);
   EXPECT_EQ(fast, 9);
@@ -64,7 +64,7 @@ TEST(Race, DropsLosersEarlyAndKeepsTheRest) {
 TEST(Race, OneBadRoundDropsNobody) {
   int unlucky = 0, other = 0;
   const TuneCandidate all[] = {with_times("unlucky", {1.0, 9.0, 1.0, 9.0, 1.0}, &unlucky),
-                           with_times("other", {1.08}, &other)};
+                               with_times("other", {1.08}, &other)};
   const auto finishes = race(all, {.rounds = 5, .favourite = ""}, go_on);
   EXPECT_EQ(unlucky, 5);
   EXPECT_EQ(winner_of(*finishes, {.rounds = 5, .favourite = ""})->name, "unlucky");
@@ -75,7 +75,7 @@ TEST(Race, WrongResultsNeverRun) {
   TuneCandidate throwing = with_times("throws", {0.1}, &thrown);
   throwing.verify = []() -> Verdict { throw std::runtime_error("no such launch"); };
   const TuneCandidate all[] = {with_times("wrong", {0.1}, &wrong, {true, false, 3.5}), throwing,
-                           with_times("foreign", {0.1}, &foreign, {}), with_times("right", {1.0}, &right)};
+                               with_times("foreign", {0.1}, &foreign, {}), with_times("right", {1.0}, &right)};
   const RaceOptions options{.rounds = 4, .favourite = "wrong"};
   const auto finishes = race(all, options, go_on);
   EXPECT_EQ(wrong + thrown + foreign, 0);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "blocks/params.cuh"
-#include "device/barrier.cuh"
+#include "device/pipeline.cuh"
 #include "device/epilogue.cuh"
 #include "device/mma.cuh"
 #include "device/tma.cuh"

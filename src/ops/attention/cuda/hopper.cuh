@@ -1,7 +1,7 @@
 // What the Hopper kernels share: loading tiles, applying masks, the products of a step.
 #pragma once
 
-#include "device/barrier.cuh"
+#include "device/pipeline.cuh"
 #include "device/epilogue.cuh"
 #include "device/load.cuh"
 #include "device/math.cuh"

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "device/activation.cuh"
-#include "device/barrier.cuh"
+#include "device/pipeline.cuh"
 #include "device/cluster.cuh"
 #include "device/mma.cuh"
 #include "device/tma.cuh"

@@ -2,7 +2,7 @@
 // and the loop of wgmma over it.
 #pragma once
 
-#include "device/barrier.cuh"
+#include "device/pipeline.cuh"
 #include "device/tf32.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"

@@ -6,7 +6,7 @@
 // rate: a cluster of 2 × 4 CTAs multicasts each piece of x to four of them and each piece of the weights to two.
 #pragma once
 
-#include "device/barrier.cuh"
+#include "device/pipeline.cuh"
 #include "device/cluster.cuh"
 #include "device/epilogue.cuh"
 #include "device/mma.cuh"

@@ -8,7 +8,7 @@
 // together hit different banks.
 #pragma once
 
-#include "device/barrier.cuh"
+#include "device/pipeline.cuh"
 #include "ops/kronecker/cuda/strided_cluster.cuh"
 #include "ops/kronecker/cuda/strided_weight.cuh"
 

@@ -7,7 +7,7 @@
 // so a lane takes the columns of its chunk.
 #pragma once
 
-#include "device/barrier.cuh"
+#include "device/pipeline.cuh"
 #include "device/mma.cuh"
 #include "device/tma.cuh"
 #include "ops/kronecker/cuda/strided_tile.cuh"

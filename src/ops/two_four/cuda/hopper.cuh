@@ -3,7 +3,7 @@
 #pragma once
 
 #include "device/activation.cuh"
-#include "device/barrier.cuh"
+#include "device/pipeline.cuh"
 #include "device/cluster.cuh"
 #include "device/epilogue.cuh"
 #include "device/tma.cuh"

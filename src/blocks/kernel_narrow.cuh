@@ -235,7 +235,7 @@ template <typename T, int kBlock, bool kSparseK, bool kDenseK, bool kRows, bool 
 __global__ void __launch_bounds__(kNarrowThreads, 1) spmm_narrow(const __grid_constant__ SpmmParams p) {
   extern __shared__ u8 raw[];
   __shared__ __align__(16) Stages stages;
-  stages.ring.init(4, 12 * 32, Narrow<kBlock>::kStages);
+  init_barriers([&] { stages.ring.make(4, 12 * 32, Narrow<kBlock>::kStages); });
   run_warp_specialized(NarrowSpmm<T, kBlock, kSparseK, kDenseK, kRows, kImage>{p, stages, stages_in(raw)});
 }
 

@@ -214,7 +214,7 @@ template <typename T, bool kLeftK, bool kRightK, bool kSwapped, bool kImage>
 __global__ void __launch_bounds__(kThreads, 1) sdd(const __grid_constant__ SddParams p) {
   extern __shared__ u8 raw[];
   __shared__ Stages stages;
-  stages.ring.init(4, 8, p.stages);
+  init_barriers([&] { stages.ring.make(4, 8, p.stages); });
   run_warp_specialized(Sdd<T, kLeftK, kRightK, kSwapped, kImage>{p, stages, stages_in(raw)});
 }
 

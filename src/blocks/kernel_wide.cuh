@@ -150,7 +150,7 @@ template <typename T, int kWidth, bool kSparseK, bool kDenseK, bool kRows, bool 
 __global__ void __launch_bounds__(kThreads, 1) spmm_wide(const __grid_constant__ SpmmParams p) {
   extern __shared__ u8 raw[];
   __shared__ Stages stages;
-  stages.ring.init(1, 8);
+  init_barriers([&] { stages.ring.make(1, 8); });
   run_warp_specialized(WideSpmm<T, kWidth, kSparseK, kDenseK, kRows, kImage>{p, stages, stages_in(raw)});
 }
 

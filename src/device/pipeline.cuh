@@ -10,7 +10,7 @@
 //     static constexpr u32 kProducerRegisters = 40, kConsumerRegisters = 232;
 //     static constexpr bool kCluster = false;
 //     const Params& p;
-//     RingBarriers<4>& ring;  // in shared memory; all threads have called ring.init(1, 8)
+//     RingBarriers<4>& ring;  // in shared memory; made by init_barriers([&] { ring.make(1, 8); })
 //     u32 base;               // of the stages
 //
 //     void produce() const {  // what to fetch
@@ -72,16 +72,24 @@ struct Consumer : Ring<kStages> {
   __device__ __forceinline__ Consumer() : Ring<kStages>(0) {}
 };
 
-/// Makes the barriers of a ring, which `fetchers` arrivals fill and `consumers` arrivals empty. All threads call it.
-__device__ __forceinline__ void init_ring(u64* full, u64* empty, u32 stages, u32 fetchers, u32 consumers) {
+/// One thread makes barriers as make() says; all threads may use them when this returns. All call it. In a cluster
+/// whose CTAs use each other's barriers, cluster_sync must follow.
+template <typename Make>
+__device__ __forceinline__ void init_barriers(Make make) {
   if (threadIdx.x == 0) {
+    make();
+    mbarrier::init_done();
+  }
+  __syncthreads();
+}
+/// Makes the barriers of a ring, which `fetchers` arrivals fill and `consumers` arrivals empty.
+__device__ __forceinline__ void init_ring(u64* full, u64* empty, u32 stages, u32 fetchers, u32 consumers) {
+  init_barriers([=] {
     for (u32 s = 0; s < stages; ++s) {
       mbarrier::init(shared_address(full + s), fetchers);
       mbarrier::init(shared_address(empty + s), consumers);
     }
-    mbarrier::init_done();
-  }
-  __syncthreads();
+  });
 }
 
 /// A warp releases a stage, if it is one (−1 is none). Each warp releases for itself: the warps of a warpgroup may be
@@ -98,15 +106,22 @@ template <int kStages>
 struct RingBarriers {
   u64 full[kStages], empty[kStages];
 
-  /// See init_ring. In a cluster whose CTAs fill each other's stages, cluster_sync must follow.
-  __device__ __forceinline__ void init(u32 fills, u32 releases, u32 stages = kStages) {
-    init_ring(full, empty, stages, fills, releases);
+  /// Makes the barriers: `fills` arrivals, and the bytes they announce, fill a stage; `releases` free it. For
+  /// init_barriers.
+  __device__ __forceinline__ void make(u32 fills, u32 releases, u32 stages = kStages) {
+    for (u32 s = 0; s < stages; ++s) {
+      mbarrier::init(shared_address(full + s), fills);
+      mbarrier::init(shared_address(empty + s), releases);
+    }
   }
   /// Waits until a stage is free. Returns the barrier that counts what fills it: notes are written to shared memory
   /// first, then mbarrier::arrive_expect, then the copies.
   __device__ __forceinline__ u32 acquire(const RingPosition& at) {
     mbarrier::wait(shared_address(&empty[at.stage]), at.parity);
     return shared_address(&full[at.stage]);
+  }
+  __device__ __forceinline__ bool is_free(const RingPosition& at) {
+    return mbarrier::test(shared_address(&empty[at.stage]), at.parity);
   }
   /// Waits until a stage is full.
   __device__ __forceinline__ void wait(const RingPosition& at) {

@@ -136,7 +136,7 @@ struct RingBarriers {
   __device__ __forceinline__ void release_to(u32 stage, u32 ctas, Rank rank) {
     __syncwarp();
     if (const u32 lane = threadIdx.x % 32; lane < ctas) {
-      arrive_at(shared_address(empty) + 8 * stage, rank(lane));
+      arrive_at(shared_address(&empty[stage]), rank(lane));
     }
   }
 };

@@ -27,7 +27,11 @@
 //       each_tile(p, [&](Tile t) {
 //         float d[128];
 //         clear(d);
-//         multiply_stages(ring, at, p.steps, [&](u32 stage) { wgmma::fence(); wgmma::multiply<T, ...>(d, ...); });
+//         multiply_stages(ring, at, p.steps, [&](u32 stage) {
+//           wgmma::fence();
+//           wgmma::multiply<T, 256, Major::k, Major::k>(d, ...);  // finds its operands at base + stage * kStageBytes
+//           return true;
+//         });
 //         store_tile(...);
 //       });
 //       finish_stores();
@@ -50,11 +54,15 @@ struct RingPosition {
   u32 stage = 0, parity;
 };
 
-/// A position that advances. kStages 0: the length of the ring is read at run time.
+/// A position that advances. kStages 0: next() is told the length of the ring at run time.
 template <int kStages>
 struct Ring : RingPosition {
   __device__ __forceinline__ explicit Ring(u32 first) : RingPosition{0, first} {}
-  __device__ __forceinline__ void next(u32 stages = kStages) {
+  __device__ __forceinline__ void next() {
+    static_assert(kStages > 0, "the length of this ring is an argument of next()");
+    next(kStages);
+  }
+  __device__ __forceinline__ void next(u32 stages) {
     if (++stage == stages) {
       stage = 0;
       parity ^= 1;
@@ -82,7 +90,7 @@ __device__ __forceinline__ void init_barriers(Make make) {
   }
   __syncthreads();
 }
-/// Makes the barriers of a ring, which `fetchers` arrivals fill and `consumers` arrivals empty.
+/// The same for barriers that lie apart: `fetchers` arrivals fill a stage, `consumers` arrivals empty it.
 __device__ __forceinline__ void init_ring(u64* full, u64* empty, u32 stages, u32 fetchers, u32 consumers) {
   init_barriers([=] {
     for (u32 s = 0; s < stages; ++s) {
@@ -154,11 +162,11 @@ __device__ __forceinline__ void clear(Sum (&d)[kSize]) {
   }
 }
 
-/// A warpgroup multiplies `count` stages, with one group of products in flight. multiply(stage) starts the products of
-/// a stage (fence and multiply, no commit) and returns true, or starts none and returns false. A stage is released when
-/// the products of the next one have started and its own have ended; at the end all are released. Before a stage is
-/// skipped, the one before it is released: else a warpgroup that skips a whole ring would hold a stage that the
-/// producer waits for.
+/// A warpgroup multiplies `count` stages of a ring of `stages`, with one group of products in flight. multiply(stage)
+/// starts the products of a stage (fence and multiply, no commit) and returns true, or starts none and returns false. A
+/// stage is released when the products of the next one have started and its own have ended; at the end all are
+/// released. Before a stage is skipped, the one before it is released: else a warpgroup that skips a whole ring would
+/// hold a stage that the producer waits for.
 template <int kMost, int kStages, typename Multiply>
 __device__ __forceinline__ void multiply_stages(RingBarriers<kMost>& barriers, Ring<kStages>& at, int count,
                                                 Multiply multiply, u32 stages = kStages) {

@@ -306,6 +306,8 @@ struct ProductRoles {
     finish_stores();
   }
 };
+
+/// Runs a kernel's CTAs.
 template <typename T, int kWidth, bool kLast, bool kWeightsK, bool kDense, bool kByThreads>
 __device__ __forceinline__ void make_tiles(const ProductParams& p, Stages<kWidth>& stages, int* tiles,
                                            T (&bias)[2][kWidth], u32 base) {

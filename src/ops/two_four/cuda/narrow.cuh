@@ -26,7 +26,7 @@ struct Shape {
 /// One thread makes the barriers; `received` bytes of sums will come from the other CTAs.
 template <typename S>
 __device__ __forceinline__ void make_barriers(S& s, u32 received) {
-#pragma unroll 1  // not ring.make(), which is unrolled: code comes from memory here
+#pragma unroll 1  // not ring.make(), which is unrolled: in a short kernel, fetching instructions takes time
   for (u32 n = 0; n < S::kStages; ++n) {
     mbarrier::init(shared_address(&s.ring.full[n]), 1);
     mbarrier::init(shared_address(&s.ring.empty[n]), S::kWarps);

@@ -93,9 +93,7 @@ __device__ __forceinline__ void narrow_add_bias(float (&d)[kNarrow / 2], const S
 template <typename T, int kBlock, bool kSparseK, bool kDenseK, bool kRows, bool kImage>
 struct NarrowSpmm {
   using N = Narrow<kBlock>;
-  static constexpr int kConsumers = 3;
-  static constexpr u32 kProducerRegisters = 48, kConsumerRegisters = 152;
-  static constexpr bool kCluster = false;
+  static constexpr Roles kRoles{.consumers = 3, .producer_registers = 48, .consumer_registers = 152};
   const SpmmParams& p;
   Stages& stages;
   u32 base;

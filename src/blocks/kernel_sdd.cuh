@@ -108,9 +108,7 @@ __device__ __forceinline__ void sdd_store_sums(const float (&d)[128], const SddP
 /// the right operand is loaded from images by im2col; neither operand has K as its unit axis, and z counts pieces of K.
 template <typename T, bool kLeftK, bool kRightK, bool kSwapped, bool kImage>
 struct Sdd {
-  static constexpr int kConsumers = 2;
-  static constexpr u32 kProducerRegisters = 72, kConsumerRegisters = 216;
-  static constexpr bool kCluster = false;
+  static constexpr Roles kRoles{.consumers = 2, .producer_registers = 72, .consumer_registers = 216};
   const SddParams& p;
   Stages& stages;
   u32 base;

@@ -26,9 +26,7 @@ __device__ __forceinline__ void wide_add_bias(float (&d)[kSize], const Params& p
 /// operand is loaded from channels-last images by im2col, and the result is images.
 template <typename T, int kWidth, bool kSparseK, bool kDenseK, bool kRows, bool kImage>
 struct WideSpmm {
-  static constexpr int kConsumers = 2;
-  static constexpr u32 kProducerRegisters = 40, kConsumerRegisters = 232;
-  static constexpr bool kCluster = false;
+  static constexpr Roles kRoles{.consumers = 2, .producer_registers = 40, .consumer_registers = 232};
   const SpmmParams& p;
   Stages& stages;
   u32 base;

@@ -6,9 +6,7 @@
 // consumers must walk the same number of stages for every tile.
 //
 //   struct Gemm {  // what a kernel fills in
-//     static constexpr int kConsumers = 2;
-//     static constexpr u32 kProducerRegisters = 40, kConsumerRegisters = 232;
-//     static constexpr bool kCluster = false;
+//     static constexpr Roles kRoles{.consumers = 2, .producer_registers = 40, .consumer_registers = 232};
 //     const Params& p;
 //     RingBarriers<4>& ring;  // in shared memory; made by init_barriers([&] { ring.make(1, 8); })
 //     u32 base;               // of the stages
@@ -199,14 +197,23 @@ __device__ __forceinline__ void finish_stores() {
 
 // --------------------------------------------------------------------------------------------------------- the roles
 
-/// What a kernel fills in. kConsumers: warpgroups that multiply. kCluster: its CTAs write to each other's shared
-/// memory. All threads of the first warpgroup call produce(), those of the others consume().
+/// How a CTA is split: its first warpgroup fetches, the others multiply.
+struct Roles {
+  u32 consumers;                               ///< warpgroups that multiply
+  u32 producer_registers, consumer_registers;  ///< of a thread
+  bool cluster = false;                        ///< CTAs write or arrive in each other's shared memory
+
+  /// Whether the CTA is launched with as many registers as its roles ask for. Asking for more hangs.
+  constexpr bool fit() const {
+    const u32 warpgroups = consumers + 1, at_launch = 65536 / (128 * warpgroups) / 8 * 8;
+    return producer_registers + consumers * consumer_registers <= warpgroups * at_launch;
+  }
+};
+
+/// What a kernel fills in. All threads of the first warpgroup call produce(), those of the others consume().
 template <typename Kernel>
 concept WarpSpecialized = requires(const Kernel& kernel) {
-  Kernel::kConsumers;
-  Kernel::kProducerRegisters;
-  Kernel::kConsumerRegisters;
-  Kernel::kCluster;
+  Kernel::kRoles.consumers;
   kernel.produce();
   kernel.consume();
 };
@@ -216,20 +223,19 @@ concept WarpSpecialized = requires(const Kernel& kernel) {
 /// barriers, and because they may still write or arrive here.
 template <WarpSpecialized Kernel>
 __device__ __forceinline__ void run_warp_specialized(const Kernel& kernel) {
-  constexpr u32 kWarpgroups = Kernel::kConsumers + 1, kAtLaunch = 65536 / (128 * kWarpgroups) / 8 * 8;
-  static_assert(Kernel::kProducerRegisters + Kernel::kConsumers * Kernel::kConsumerRegisters <= kWarpgroups * kAtLaunch,
-                "more registers than the CTA is launched with: setmaxnreg would hang");
-  if constexpr (Kernel::kCluster) {
+  constexpr Roles kRoles = Kernel::kRoles;
+  static_assert(kRoles.fit(), "the roles ask for more registers than the CTA is launched with");
+  if constexpr (kRoles.cluster) {
     cluster_sync();
   }
   if (threadIdx.x < 128) {
-    fewer_registers<Kernel::kProducerRegisters>();
+    fewer_registers<kRoles.producer_registers>();
     kernel.produce();
   } else {
-    more_registers<Kernel::kConsumerRegisters>();
+    more_registers<kRoles.consumer_registers>();
     kernel.consume();
   }
-  if constexpr (Kernel::kCluster) {
+  if constexpr (kRoles.cluster) {
     cluster_sync();
   }
 }

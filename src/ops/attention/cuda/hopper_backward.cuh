@@ -317,9 +317,8 @@ __device__ __forceinline__ void fetch_all(const BackwardParams& p, BackwardShare
 template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
 struct BackwardKeys {
   using S = BackwardShared<kDepth, kValues>;
-  static constexpr int kConsumers = 2;
-  static constexpr u32 kProducerRegisters = S::kFetchRegisters, kConsumerRegisters = S::kRegisters;
-  static constexpr bool kCluster = false;
+  static constexpr Roles kRoles{
+      .consumers = 2, .producer_registers = S::kFetchRegisters, .consumer_registers = S::kRegisters};
   const BackwardParams& p;
   S& shared;
   u32 rows, cols;  ///< tiles
@@ -514,9 +513,8 @@ __global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_consta
 template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
 struct BackwardQueries {
   using S = BackwardShared<kDepth, kValues>;
-  static constexpr int kConsumers = 2;
-  static constexpr u32 kProducerRegisters = S::kFetchRegisters, kConsumerRegisters = S::kRegisters;
-  static constexpr bool kCluster = false;
+  static constexpr Roles kRoles{
+      .consumers = 2, .producer_registers = S::kFetchRegisters, .consumer_registers = S::kRegisters};
   const BackwardParams& p;
   S& shared;
   u32 rows, cols;  ///< tiles

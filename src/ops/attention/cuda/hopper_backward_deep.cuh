@@ -131,9 +131,8 @@ __device__ __forceinline__ void to_probabilities(float (&s)[kStream / 2], const 
 template <typename T, int kDepth, int kValues, bool kKeys, bool kGeneral, bool kPieces>
 struct BackwardDeep {
   using S = DeepShared<kDepth, kValues, kKeys ? Deep::keys : Deep::queries>;
-  static constexpr int kConsumers = 2;
-  static constexpr u32 kProducerRegisters = S::kFetchRegisters, kConsumerRegisters = S::kRegisters;
-  static constexpr bool kCluster = false;
+  static constexpr Roles kRoles{
+      .consumers = 2, .producer_registers = S::kFetchRegisters, .consumer_registers = S::kRegisters};
   const BackwardParams& p;
   S& shared;
   u32 rows;  ///< tiles; those of columns follow
@@ -269,9 +268,8 @@ __global__ void __launch_bounds__(kThreads, 1) backward_deep(const __grid_consta
 template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
 struct BackwardDeepValues {
   using S = DeepShared<kDepth, kValues, Deep::values>;
-  static constexpr int kConsumers = 2;
-  static constexpr u32 kProducerRegisters = S::kFetchRegisters, kConsumerRegisters = S::kRegisters;
-  static constexpr bool kCluster = false;
+  static constexpr Roles kRoles{
+      .consumers = 2, .producer_registers = S::kFetchRegisters, .consumer_registers = S::kRegisters};
   const BackwardParams& p;
   S& shared;
   u32 rows;  ///< tiles; those of columns follow

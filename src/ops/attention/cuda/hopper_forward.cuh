@@ -270,9 +270,7 @@ __device__ __forceinline__ void store_part(const ForwardParams& p, int part, int
 template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
 struct Forward {
   using S = ForwardShared<kDepth, kValues>;
-  static constexpr int kConsumers = 2;
-  static constexpr u32 kProducerRegisters = 24, kConsumerRegisters = 240;
-  static constexpr bool kCluster = false;
+  static constexpr Roles kRoles{.consumers = 2, .producer_registers = 24, .consumer_registers = 240};
   const ForwardParams& p;
   S& shared;
   u32 q, k, v;  ///< tiles

@@ -471,9 +471,8 @@ __device__ __forceinline__ void store_lines(const float (&d)[128], const PatchPa
 /// result is channels-last.
 template <typename T, int kBlock, bool kSparseK, bool kTurned, bool kRows>
 struct PatchConv {
-  static constexpr int kConsumers = 2, kStages = block_stages(kTurned, kRows);
-  static constexpr u32 kProducerRegisters = 72, kConsumerRegisters = 216;
-  static constexpr bool kCluster = false;
+  static constexpr int kStages = block_stages(kTurned, kRows);
+  static constexpr Roles kRoles{.consumers = 2, .producer_registers = 72, .consumer_registers = 216};
   using Slots = u16[2][2][kRows ? 8 : kTilePlaces / 2];  ///< tables of this tile and the previous one
   using Places = int[2][2][kRows ? kTilePlaces : 1];
   using Turns = TurnTable[kTurned ? 2 : 1];

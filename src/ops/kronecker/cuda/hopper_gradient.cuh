@@ -51,12 +51,11 @@ __device__ __forceinline__ void store_sums(const float (&d)[kWidth / 2], const G
 
 /// kLast: the batch is the unit axis of d_y and x, else the features.
 template <typename T, int kWidth, bool kLast>
-struct GradientRoles {
+struct GradientKernel {
   using S = Stages<kWidth>;
   static constexpr bool kTurns = is_same<T, float> && !kLast;  ///< tf32 has the depth as the unit axis
-  static constexpr int kConsumers = 2;
-  static constexpr u32 kProducerRegisters = kTurns ? 56 : 40, kConsumerRegisters = kTurns ? 224 : 232;
-  static constexpr bool kCluster = false;
+  static constexpr Roles kRoles{
+      .consumers = 2, .producer_registers = kTurns ? 56 : 40, .consumer_registers = kTurns ? 224 : 232};
   const GradientParams& p;
   S& stages;
   u32 base, extra;  ///< stages; barriers of turned stages, or ones
@@ -108,7 +107,7 @@ struct GradientRoles {
 template <typename T, int kWidth, bool kLast>
 __global__ void __launch_bounds__(kThreads, 1) gradient(const __grid_constant__ GradientParams p) {
   using S = Stages<kWidth>;
-  using Roles = GradientRoles<T, kWidth, kLast>;
+  using Kernel = GradientKernel<T, kWidth, kLast>;
   extern __shared__ u8 raw[];
   __shared__ S stages;
   __shared__ u64 turned[S::kCount];
@@ -123,13 +122,13 @@ __global__ void __launch_bounds__(kThreads, 1) gradient(const __grid_constant__ 
   }
   init_barriers([&] {
     stages.make(1, 8);
-    if constexpr (Roles::kTurns) {
+    if constexpr (Kernel::kTurns) {
       for (u64& barrier : turned) {
         mbarrier::init(shared_address(&barrier), kTurningWarps);
       }
     }
   });
-  run_warp_specialized(Roles{p, stages, base, Roles::kTurns ? shared_address(turned) : base + kOnes});
+  run_warp_specialized(Kernel{p, stages, base, Kernel::kTurns ? shared_address(turned) : base + kOnes});
 }
 
 }  // namespace fretwork::kronecker::hopper

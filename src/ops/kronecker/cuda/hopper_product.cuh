@@ -263,11 +263,9 @@ __device__ __forceinline__ void finish_tile(const ProductParams& p, const Tile& 
 
 /// kByThreads: y has no map, and x one of neighbours or none. kLast, kWeightsK, kDense: see `product`.
 template <typename T, int kWidth, bool kLast, bool kWeightsK, bool kDense, bool kByThreads>
-struct ProductRoles {
+struct ProductKernel {
   using S = Stages<kWidth>;
-  static constexpr int kConsumers = 2;
-  static constexpr u32 kProducerRegisters = 40, kConsumerRegisters = 232;
-  static constexpr bool kCluster = false;
+  static constexpr Roles kRoles{.consumers = 2, .producer_registers = 40, .consumer_registers = 232};
   const ProductParams& p;
   S& stages;
   int* tiles;
@@ -311,9 +309,9 @@ struct ProductRoles {
 template <typename T, int kWidth, bool kLast, bool kWeightsK, bool kDense, bool kByThreads>
 __device__ __forceinline__ void make_tiles(const ProductParams& p, Stages<kWidth>& stages, int* tiles,
                                            T (&bias)[2][kWidth], u32 base) {
-  const ProductRoles<T, kWidth, kLast, kWeightsK, kDense, kByThreads> roles{p, stages, tiles, bias, base};
-  init_barriers([&] { stages.make(roles.lines() ? 1 + kLineArrivals : 1, 8); });
-  run_warp_specialized(roles);
+  const ProductKernel<T, kWidth, kLast, kWeightsK, kDense, kByThreads> kernel{p, stages, tiles, bias, base};
+  init_barriers([&] { stages.make(kernel.lines() ? 1 + kLineArrivals : 1, 8); });
+  run_warp_specialized(kernel);
 }
 
 /// kLast: the batch is the unit axis of x and y, else the features. kWeightsK: k is the unit axis of the weights, else

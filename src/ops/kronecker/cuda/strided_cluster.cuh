@@ -363,12 +363,10 @@ struct ClusterWork {
   }
 };
 
-/// The kernel's roles.
+/// What the CTAs of the kernel do.
 template <typename Work>
-struct ClusterRoles {
-  static constexpr int kConsumers = 2;
-  static constexpr u32 kProducerRegisters = 40, kConsumerRegisters = 232;
-  static constexpr bool kCluster = true;
+struct ClusterKernel {
+  static constexpr Roles kRoles{.consumers = 2, .producer_registers = 40, .consumer_registers = 232, .cluster = true};
   const ClusterParams& p;
   const ClusterSeat& seat;
   u32 base;
@@ -400,7 +398,7 @@ __global__ void __launch_bounds__(kronecker::strided::ClusterTile::kThreads, 1)
   const u32 size = static_cast<u32>(seat.rows * seat.columns);
   const i64 first = blockIdx.x / size, by = gridDim.x / size;
   init_barriers([&] { barriers.make(1, 8 * (seat.rows + seat.columns - 1)); });
-  run_warp_specialized(kronecker::strided::ClusterRoles<Work>{p, seat, base, barriers, first, by});
+  run_warp_specialized(kronecker::strided::ClusterKernel<Work>{p, seat, base, barriers, first, by});
 }
 
 }  // namespace fretwork

@@ -156,12 +156,10 @@ struct ClusterGradient {
   }
 };
 
-/// The kernel's roles.
+/// What the CTAs of the kernel do.
 template <typename Work>
-struct ClusterGradientRoles {
-  static constexpr int kConsumers = 2;
-  static constexpr u32 kProducerRegisters = 40, kConsumerRegisters = 232;
-  static constexpr bool kCluster = true;
+struct ClusterGradientKernel {
+  static constexpr Roles kRoles{.consumers = 2, .producer_registers = 40, .consumer_registers = 232, .cluster = true};
   const ClusterWeightParams& p;
   const ClusterSeat& seat;
   const typename Work::Part& part;
@@ -202,7 +200,7 @@ __global__ void __launch_bounds__(kronecker::strided::ClusterTile::kThreads, 1)
                                  first,
                                  static_cast<int>(stages * (piece + 1) / w.pieces) - first};
   init_barriers([&] { barriers.make(1, 8 * (p.cluster_rows + p.cluster_columns - 1)); });
-  run_warp_specialized(kronecker::strided::ClusterGradientRoles<Work>{p, seat, part, base, barriers});
+  run_warp_specialized(kronecker::strided::ClusterGradientKernel<Work>{p, seat, part, base, barriers});
 }
 
 }  // namespace fretwork

@@ -200,12 +200,10 @@ struct FlatGradient {
   }
 };
 
-/// The kernel's roles.
+/// What the CTAs of the kernel do.
 template <typename Work>
-struct FlatRoles {
-  static constexpr int kConsumers = 2;
-  static constexpr u32 kProducerRegisters = 24, kConsumerRegisters = 240;
-  static constexpr bool kCluster = false;
+struct FlatKernel {
+  static constexpr Roles kRoles{.consumers = 2, .producer_registers = 24, .consumer_registers = 240};
   const FlatWeightParams& p;
   const typename Work::Part& part;
   u32 base;
@@ -242,7 +240,7 @@ __global__ void __launch_bounds__(kronecker::strided::FlatTile::kThreads, 1)
                                  first,
                                  static_cast<int>(stages * (piece + 1) / w.pieces) - first};
   init_barriers([&] { barriers.make(1, 8); });
-  run_warp_specialized(kronecker::strided::FlatRoles<Work>{p, part, base, barriers});
+  run_warp_specialized(kronecker::strided::FlatKernel<Work>{p, part, base, barriers});
 }
 
 }  // namespace fretwork

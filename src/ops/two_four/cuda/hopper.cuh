@@ -521,9 +521,7 @@ __device__ __forceinline__ void store(const Sum (&d)[kSize], const Params& p, co
 template <typename T, int kWidth, bool kRightK, bool kPair>
 struct Product {
   using S = Shape<T, kWidth>;
-  static constexpr int kConsumers = 2;
-  static constexpr u32 kProducerRegisters = 40, kConsumerRegisters = 232;
-  static constexpr bool kCluster = kPair;
+  static constexpr Roles kRoles{.consumers = 2, .producer_registers = 40, .consumer_registers = 232, .cluster = kPair};
   const Params& p;
   S& s;
   u32 base;

@@ -1,10 +1,10 @@
-// What the Hopper block kernels share: the order of tiles, partial sums, barriers, and loads and stores of images.
+// What the Hopper block kernels share: the order of tiles, the ring, partial sums, and loads and stores of images.
 #pragma once
 
 #include "blocks/params.cuh"
-#include "device/barrier.cuh"
 #include "device/epilogue.cuh"
 #include "device/mma.cuh"
+#include "device/pipeline.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 
@@ -18,6 +18,22 @@ __device__ __forceinline__ int turn_tile(int turn) {
   const int place = (turn & 1) != 0 ? static_cast<int>(gridDim.x - 1 - blockIdx.x) : static_cast<int>(blockIdx.x);
   return turn * static_cast<int>(gridDim.x) + place;
 }
+
+/// Calls body(index, turn) for the tiles of this CTA.
+template <typename Body>
+__device__ __forceinline__ void each_tile(int total, Body body) {
+  for (int turn = 0; turn * static_cast<int>(gridDim.x) < total; ++turn) {
+    if (const int index = turn_tile(turn); index < total) {
+      body(index, turn);
+    }
+  }
+}
+
+/// The ring of a CTA, and for each stage which blocks are in it.
+struct Stages {
+  RingBarriers<kStages> ring;
+  u32 flags[kStages][4];
+};
 
 struct SpmmTile {
   Segment segment;
@@ -124,16 +140,6 @@ __device__ __forceinline__ void store_nchw(const float (&d)[kSize], const SpmmPa
     }
     store_nchw<T, kTransposed, kBuffers, kPiece + 1>(d, p, buffers, barrier, where);
   }
-}
-
-struct Barriers {
-  u64 full[kStages], empty[kStages];
-  u32 flags[kStages][4];
-};
-
-/// `fetchers` arrivals fill a stage, `consumers` arrivals release it.
-__device__ __forceinline__ void init_barriers(Barriers& barriers, u32 stages, u32 fetchers, u32 consumers) {
-  init_ring(barriers.full, barriers.empty, stages, fetchers, consumers);
 }
 
 }  // namespace fretwork::blocks

@@ -13,16 +13,6 @@ namespace fretwork::blocks {
 inline constexpr u32 kLineBytes = 8192;
 inline constexpr int kMostSlots = 32;
 
-struct SddRing {
-  u32 parity, stage = 0;
-  __device__ __forceinline__ void next(const SddParams& p) {
-    if (++stage == static_cast<u32>(p.stages)) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 struct SddTile {
   Strip strip;  ///< lines are those of head h
   int h, z;
@@ -36,77 +26,6 @@ __device__ __forceinline__ SddTile sdd_tile(const SddParams& p, int index) {
   t.strip.lines[0] -= t.h * p.lines;
   t.strip.lines[1] -= t.h * p.lines;
   return t;
-}
-
-/// Loads the stages of one tile. Each of four warps loads a quarter of the slots; the last one or two also load lines.
-template <bool kLeftK, bool kRightK, bool kImage>
-__device__ __forceinline__ void sdd_fetch(const SddParams& p, const SddTile& t, Barriers& barriers, u32 base,
-                                          SddRing& ring, int warp) {
-  constexpr int kMine = kMostSlots / 4;
-  const int slot_bytes = p.slot * 128;
-  const bool left = 3 - warp < t.lines();
-  const int row = (warp == 3 ? t.strip.lines[0] : t.strip.lines[1]) * 64, count = (t.slots() + 3 - warp) / 4;
-  const u32 left_at = warp == 3 ? 0 : kLineBytes, slots_at = t.lines() * kLineBytes + warp * slot_bytes;
-  int columns[kMine];
-#pragma unroll
-  for (int i = 0; i < kMine; ++i) {
-    const int slot = warp + 4 * i, entry = t.strip.first + slot + (slot < t.strip.counts[0] ? 0 : t.strip.shared);
-    columns[i] = i < count ? __ldg(p.columns + entry) * (kImage ? 1 : p.slot) : 0;
-  }
-  for (int sum = 0; sum < p.batches.z_sum * p.batches.h_sum; ++sum) {
-    const int z = t.z + sum / p.batches.h_sum, h = t.h + sum % p.batches.h_sum;
-    const int lh = h * p.left_h, lz = z * p.left_z, rh = h * p.right_h, rz = z * p.right_z;
-    const int begin = kImage ? t.z * p.span : 0, end = kImage ? min(begin + p.span, p.depth) : p.depth;
-    for (int k = begin; k < end; k += 64, ring.next(p)) {
-      const Pixel pixel = kImage ? pixel_at(p.pixels, k) : Pixel{};
-      mbarrier::wait(shared_address(&barriers.empty[ring.stage]), ring.parity);
-      const u32 full = shared_address(&barriers.full[ring.stage]), at = base + ring.stage * p.stage_bytes;
-      mbarrier::arrive_expect(full, count * slot_bytes + (left ? kLineBytes : 0));
-      if (left) {
-        kLeftK ? tma::load(at + left_at, &p.left, full, k, row, lh, lz)
-               : tma::load(at + left_at, &p.left, full, row, k, lh, lz);
-      }
-#pragma unroll
-      for (int i = 0; i < kMine; ++i) {
-        if (i < count) {
-          const u32 to = at + slots_at + 4 * i * slot_bytes;
-          kImage    ? load_pixels(to, &p.right, full, p.pixels, pixel, channel_block(columns[i]) * p.slot, columns[i])
-          : kRightK ? tma::load(to, &p.right, full, k, columns[i], rh, rz)
-                    : tma::load(to, &p.right, full, columns[i], k, rh, rz);
-        }
-      }
-    }
-  }
-}
-
-/// Multiplies the stages of one tile. Columns past a warpgroup's slots go to accumulators that are never stored.
-template <typename T, bool kLeftK, bool kRightK, int kN>
-__device__ __forceinline__ void sdd_multiply(float (&d)[128], int stages, const SddParams& p, Barriers& barriers,
-                                             u32 base, SddRing& ring, u32 left_at, u32 right_at) {
-  using wgmma::Major;
-  constexpr Major kA = kLeftK ? Major::k : Major::mn, kB = kRightK ? Major::k : Major::mn;
-  const bool whole = kRightK || p.slot == 64;  // rows of 128 bytes, else of 64
-  const u64 next = whole ? wgmma::kNextK<128, kB> : wgmma::kNextK<64, kB>;
-  const u32 empty = shared_address(barriers.empty);
-  int pending = -1;
-#pragma unroll 1  // unrolling gains nothing and costs two thirds of the compile time
-  for (int n = 0; n < stages; ++n, ring.next(p)) {
-    mbarrier::wait(shared_address(&barriers.full[ring.stage]), ring.parity);
-    const u32 at = base + ring.stage * p.stage_bytes;
-    const u64 a = wgmma::descriptor<128>(at + left_at, 8192);
-    const u64 b = whole ? wgmma::descriptor<128>(at + right_at, 8192) : wgmma::descriptor<64>(at + right_at, 4096);
-    wgmma::fence();
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      wgmma::multiply<T, kN, kA, kB>(d, a + q * wgmma::kNextK<128, kA>, b + q * next);
-    }
-    wgmma::commit();
-    wgmma::wait<1>();
-    release(empty, pending);
-    pending = static_cast<int>(ring.stage);
-  }
-  wgmma::wait<0>();
-  release(empty, pending);
 }
 
 /// Transposes four words among four neighbouring lanes. Before, each lane has two columns of each of four runs of eight
@@ -188,46 +107,96 @@ __device__ __forceinline__ void sdd_store_sums(const float (&d)[128], const SddP
 /// kLeftK, kRightK: K is the unit (contiguous) axis of that operand. kSwapped: the kernel computes Sᵀ = Bᵀ·Aᵀ. kImage:
 /// the right operand is loaded from images by im2col; neither operand has K as its unit axis, and z counts pieces of K.
 template <typename T, bool kLeftK, bool kRightK, bool kSwapped, bool kImage>
-__global__ void __launch_bounds__(kThreads, 1) sdd(const __grid_constant__ SddParams p) {
-  extern __shared__ u8 raw[];
-  __shared__ Barriers barriers;
-  const u32 base = (shared_address(raw) + 1023) & ~1023u;
-  init_barriers(barriers, p.stages, 4, 8);
-  if (threadIdx.x < 128) {
-    fewer_registers<72>();  // 128 · 72 + 256 · 216 are all registers of the CTA; more would hang
-    const int warp = uniform(threadIdx.x / 32);
-    if (threadIdx.x % 32 == 0) {
-      SddRing ring{1};
-      for (int turn = 0; turn * static_cast<int>(gridDim.x) < p.total; ++turn) {
-        if (const int index = turn_tile(turn); index < p.total) {
-          sdd_fetch<kLeftK, kRightK, kImage>(p, sdd_tile(p, index), barriers, base, ring, warp);
+struct Sdd {
+  static constexpr Roles kRoles{.consumers = 2, .producer_registers = 72, .consumer_registers = 216};
+  const SddParams& p;
+  Stages& stages;
+  u32 base;
+
+  /// Loads the stages of one tile. Each of four warps loads a quarter of the slots; the last one or two also load
+  /// lines.
+  __device__ __forceinline__ void fetch(const SddTile& t, Producer<0>& at, int warp) const {
+    constexpr int kMine = kMostSlots / 4;
+    const int slot_bytes = p.slot * 128;
+    const bool left = 3 - warp < t.lines();
+    const int row = (warp == 3 ? t.strip.lines[0] : t.strip.lines[1]) * 64, count = (t.slots() + 3 - warp) / 4;
+    const u32 left_at = warp == 3 ? 0 : kLineBytes, slots_at = t.lines() * kLineBytes + warp * slot_bytes;
+    int columns[kMine];
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+      const int slot = warp + 4 * i, entry = t.strip.first + slot + (slot < t.strip.counts[0] ? 0 : t.strip.shared);
+      columns[i] = i < count ? __ldg(p.columns + entry) * (kImage ? 1 : p.slot) : 0;
+    }
+    for (int sum = 0; sum < p.batches.z_sum * p.batches.h_sum; ++sum) {
+      const int z = t.z + sum / p.batches.h_sum, h = t.h + sum % p.batches.h_sum;
+      const int lh = h * p.left_h, lz = z * p.left_z, rh = h * p.right_h, rz = z * p.right_z;
+      const int begin = kImage ? t.z * p.span : 0, end = kImage ? min(begin + p.span, p.depth) : p.depth;
+      for (int k = begin; k < end; k += 64, at.next(p.stages)) {
+        const Pixel pixel = kImage ? pixel_at(p.pixels, k) : Pixel{};
+        const u32 full = stages.ring.acquire(at), to = base + at.stage * p.stage_bytes;
+        mbarrier::arrive_expect(full, count * slot_bytes + (left ? kLineBytes : 0));
+        if (left) {
+          kLeftK ? tma::load(to + left_at, &p.left, full, k, row, lh, lz)
+                 : tma::load(to + left_at, &p.left, full, row, k, lh, lz);
+        }
+#pragma unroll
+        for (int i = 0; i < kMine; ++i) {
+          if (i < count) {
+            const u32 slot = to + slots_at + 4 * i * slot_bytes;
+            kImage ? load_pixels(slot, &p.right, full, p.pixels, pixel, channel_block(columns[i]) * p.slot, columns[i])
+            : kRightK ? tma::load(slot, &p.right, full, k, columns[i], rh, rz)
+                      : tma::load(slot, &p.right, full, columns[i], k, rh, rz);
+          }
         }
       }
     }
-  } else {
-    more_registers<216>();
-    const bool second = uniform(threadIdx.x / 128) == 2;
-    SddRing ring{0};
-    for (int turn = 0; turn * static_cast<int>(gridDim.x) < p.total; ++turn) {
-      const int index = turn_tile(turn);
-      if (index >= p.total) {
-        continue;
+  }
+
+  /// Multiplies the stages of one tile. Columns past a warpgroup's slots go to accumulators that are never stored.
+  template <int kN>
+  __device__ __forceinline__ void multiply(float (&d)[128], int count, Consumer<0>& at, u32 left_at,
+                                           u32 right_at) const {
+    using wgmma::Major;
+    constexpr Major kA = kLeftK ? Major::k : Major::mn, kB = kRightK ? Major::k : Major::mn;
+    const bool whole = kRightK || p.slot == 64;  // rows of 128 bytes, else of 64
+    const u64 next = whole ? wgmma::kNextK<128, kB> : wgmma::kNextK<64, kB>;
+    const auto multiply_stage = [&](u32 stage) {
+      const u32 from = base + stage * p.stage_bytes, right = from + right_at;
+      const u64 a = wgmma::descriptor<128>(from + left_at, 8192);
+      const u64 b = whole ? wgmma::descriptor<128>(right, 8192) : wgmma::descriptor<64>(right, 4096);
+      wgmma::fence();
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        wgmma::multiply<T, kN, kA, kB>(d, a + q * wgmma::kNextK<128, kA>, b + q * next);
       }
+      return true;
+    };
+    multiply_stages(stages.ring, at, count, multiply_stage, p.stages);
+  }
+
+  __device__ __forceinline__ void produce() const {
+    const int warp = uniform(threadIdx.x / 32);
+    if (threadIdx.x % 32 == 0) {
+      Producer<0> at;
+      each_tile(p.total, [&](int index, int) { fetch(sdd_tile(p, index), at, warp); });
+    }
+  }
+  __device__ __forceinline__ void consume() const {
+    const bool second = uniform(threadIdx.x / 128) == 2;
+    Consumer<0> at;
+    each_tile(p.total, [&](int index, int) {
       const SddTile t = sdd_tile(p, index);
       const int depth = kImage ? min(p.span, p.depth - t.z * p.span) : p.depth;
-      const int stages = (depth + 63) / 64 * p.batches.z_sum * p.batches.h_sum;
+      const int count = (depth + 63) / 64 * p.batches.z_sum * p.batches.h_sum;
       const int mine = second ? t.strip.counts[1] : t.strip.counts[0], before = second ? t.strip.counts[0] : 0;
-      float d[128];
-#pragma unroll
-      for (float& sum : d) {
-        sum = 0.0f;
-      }
       const u32 left_at = second ? (t.lines() - 1) * kLineBytes : 0;
       const u32 right_at = t.lines() * kLineBytes + (second ? before - t.strip.shared : 0) * p.slot * 128;
+      float d[128];
+      clear(d);
       if (mine * p.slot > 128) {
-        sdd_multiply<T, kLeftK, kRightK, 256>(d, stages, p, barriers, base, ring, left_at, right_at);
+        multiply<256>(d, count, at, left_at, right_at);
       } else {
-        sdd_multiply<T, kLeftK, kRightK, 128>(d, stages, p, barriers, base, ring, left_at, right_at);
+        multiply<128>(d, count, at, left_at, right_at);
       }
       const int line = second ? t.strip.lines[1] : t.strip.lines[0], first = t.strip.first + before;
       if constexpr (kImage) {
@@ -235,8 +204,16 @@ __global__ void __launch_bounds__(kThreads, 1) sdd(const __grid_constant__ SddPa
       } else {
         sdd_store<T, kSwapped>(d, p, static_cast<T*>(p.out) + t.z * p.out_z, line, first, mine);
       }
-    }
+    });
   }
+};
+
+template <typename T, bool kLeftK, bool kRightK, bool kSwapped, bool kImage>
+__global__ void __launch_bounds__(kThreads, 1) sdd(const __grid_constant__ SddParams p) {
+  extern __shared__ u8 raw[];
+  __shared__ Stages stages;
+  init_barriers([&] { stages.ring.make(4, 8, p.stages); });
+  run_warp_specialized(Sdd<T, kLeftK, kRightK, kSwapped, kImage>{p, stages, stages_in(raw)});
 }
 
 }  // namespace fretwork::blocks

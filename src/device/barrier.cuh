@@ -1,4 +1,4 @@
-// Barriers in shared memory, named barriers and the roles of warps: how producers and consumers of a pipeline meet.
+// Barriers in shared memory, named barriers, and registers moved between warpgroups: what pipeline.cuh is made of.
 #pragma once
 
 #include "device/copy_async.cuh"
@@ -42,39 +42,6 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
 }
 
 }  // namespace mbarrier
-
-/// Where a ring of stages stands: a producer starts at parity 1 (all stages free), a consumer at 0.
-template <int kStages>
-struct Ring {
-  u32 stage = 0, parity;
-  __device__ __forceinline__ explicit Ring(u32 first) : parity(first) {}
-  __device__ __forceinline__ void next() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-/// Makes the barriers of a ring, which `fetchers` arrivals fill and `consumers` arrivals empty. All threads call it.
-__device__ __forceinline__ void init_ring(u64* full, u64* empty, u32 stages, u32 fetchers, u32 consumers) {
-  if (threadIdx.x == 0) {
-    for (u32 s = 0; s < stages; ++s) {
-      mbarrier::init(shared_address(full + s), fetchers);
-      mbarrier::init(shared_address(empty + s), consumers);
-    }
-    mbarrier::init_done();
-  }
-  __syncthreads();
-}
-
-/// Every warp says for itself that it is done with a stage: a warpgroup's warps may be apart when they skip one.
-__device__ __forceinline__ void release(u32 empty, int stage) {
-  __syncwarp();  // one lane speaks for all, so all must be done
-  if (threadIdx.x % 32 == 0 && stage >= 0) {
-    mbarrier::arrive(empty + 8 * stage);
-  }
-}
 
 /// The number of a warp or warpgroup, in a way that tells the compiler that a warp's threads agree on it. What follows
 /// from it, descriptors above all, then lies in uniform registers, and branches on it stay branches.

@@ -1,11 +1,11 @@
 // What the Hopper kernels share: loading tiles, applying masks, the products of a step.
 #pragma once
 
-#include "device/barrier.cuh"
 #include "device/epilogue.cuh"
 #include "device/load.cuh"
 #include "device/math.cuh"
 #include "device/mma.cuh"
+#include "device/pipeline.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 #include "ops/attention/cuda/params.h"

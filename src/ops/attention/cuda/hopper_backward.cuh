@@ -21,7 +21,8 @@ struct BackwardShared {
   static constexpr u32 kFetchRegisters = kMost == 64 ? 40 : 24, kRegisters = kMost == 64 ? 232 : 240;
   static constexpr u32 kRowHalf = kRows * 128, kRowTile = kMostHalves * kRowHalf;  ///< bytes of one operand
   static constexpr u32 kColHalf = kStream * 128, kColTile = kMostHalves * kColHalf;
-  u64 row_full[2], row_empty[2], full[kStages], empty[kStages];
+  RingBarriers<2> rows;
+  RingBarriers<kStages> cols;
   int4 items[2], steps[kStages];
   alignas(16) float stats[kStages][2][kStream];  ///< of keys' and values' columns
   int used[kStages], parts[2];
@@ -109,17 +110,17 @@ template <bool kKeys, bool kSeen, bool kPieces, int kDepth, int kValues>
 __device__ __forceinline__ void fetch_rows(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared, u32 rows) {
   using S = BackwardShared<kDepth, kValues>;
   const Walk& walk = p.walk;
-  Ring<2> ring(1);
+  Producer<2> at;
 #pragma unroll 1
-  for (int i = word(walk.share, blockIdx.x); i < word(walk.share, blockIdx.x + 1); ++i, ring.next()) {
+  for (int i = word(walk.share, blockIdx.x); i < word(walk.share, blockIdx.x + 1); ++i, at.next()) {
     const int4 item = record(walk.items, i);
-    mbarrier::wait(shared_address(&shared.row_empty[ring.stage]), ring.parity);
+    const u32 full = shared.rows.acquire(at);
     if (threadIdx.x == 0) {
       const int4 place = record(walk.row_tiles, item.x);
-      const u32 full = shared_address(&shared.row_full[ring.stage]), to = rows + ring.stage * 2 * S::kRowTile;
-      shared.items[ring.stage] = {steps_of<kSeen, kPieces>(p, i, item), item.y, item.z, item.x};
+      const u32 to = rows + at.stage * 2 * S::kRowTile;
+      shared.items[at.stage] = {steps_of<kSeen, kPieces>(p, i, item), item.y, item.z, item.x};
       if constexpr (kPieces) {
-        shared.parts[ring.stage] = record(p.pieces, i).z;
+        shared.parts[at.stage] = record(p.pieces, i).z;
       }
       mbarrier::arrive_expect(full, (S::kHalves + S::kValueHalves) * 128 * walk.row_places);
       fetch<S::kHalves>(p.rows[0], to, S::kRowHalf, full, place, item.y, item.z);
@@ -129,9 +130,9 @@ __device__ __forceinline__ void fetch_rows(const BackwardParams& p, BackwardShar
     prefetch_rows<kKeys>(p, item);
   }
   if (threadIdx.x == 0) {
-    mbarrier::wait(shared_address(&shared.row_empty[ring.stage]), ring.parity);
-    shared.items[ring.stage] = {-1, 0, 0, 0};
-    mbarrier::arrive(shared_address(&shared.row_full[ring.stage]));
+    const u32 full = shared.rows.acquire(at);
+    shared.items[at.stage] = {-1, 0, 0, 0};
+    mbarrier::arrive(full);
   }
 }
 
@@ -140,20 +141,19 @@ template <bool kKeys, bool kSeen, bool kPieces, int kDepth, int kValues>
 __device__ __forceinline__ void fetch_cols(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared, u32 cols) {
   using S = BackwardShared<kDepth, kValues>;
   const Walk& walk = p.walk;
-  Ring<S::kStages> ring(1);
+  Producer<S::kStages> at;
   walk_steps<kKeys, kPieces>(p, [&](int batch, int head, int r, int tile) {
     if (kSeen && !sees_tile(p.seen, batch, tile)) {
       return;
     }
-    mbarrier::wait(shared_address(&shared.empty[ring.stage]), ring.parity);
-    const u32 full = shared_address(&shared.full[ring.stage]), to = cols + ring.stage * 2 * S::kColTile;
-    shared.steps[ring.stage] = mask_of(walk, r);
-    shared.used[ring.stage] = used_of<!kKeys>(walk, batch, tile);
+    const u32 full = shared.cols.acquire(at), to = cols + at.stage * 2 * S::kColTile;
+    shared.steps[at.stage] = mask_of(walk, r);
+    shared.used[at.stage] = used_of<!kKeys>(walk, batch, tile);
     mbarrier::arrive_expect(full, (S::kHalves + S::kValueHalves) * 128 * walk.col_places);
     const int4 place = record(walk.col_tiles, tile);
     fetch<S::kHalves>(p.cols[0], to, S::kColHalf, full, place, batch, head);
     fetch<S::kValueHalves>(p.cols[1], to + S::kColTile, S::kColHalf, full, place, batch, head);
-    ring.next();
+    at.next();
   });
 }
 
@@ -166,7 +166,7 @@ __device__ __forceinline__ float2 stats_of(const BackwardParams& p, int batch, i
 /// One warp gathers the statistics of the queries in a stage's columns; every lane says that its own are there.
 template <bool kPieces, typename S>
 __device__ __forceinline__ void gather_stats(const BackwardParams& p, S& shared) {
-  Ring<S::kStages> ring(1);
+  Producer<S::kStages> at;
   const u32 lane = threadIdx.x % 32;
   walk_steps<true, kPieces>(p, [&](int batch, int head, int, int tile) {
     float2 pair[kStream / 32];
@@ -174,18 +174,18 @@ __device__ __forceinline__ void gather_stats(const BackwardParams& p, S& shared)
     for (int n = 0; n < kStream / 32; ++n) {
       pair[n] = stats_of(p, batch, head, word(p.walk.col_tokens, tile * kStream + n * 32 + lane));
     }
-    mbarrier::wait(shared_address(&shared.empty[ring.stage]), ring.parity);
+    const u32 full = shared.cols.acquire(at);
 #pragma unroll
     for (int n = 0; n < kStream / 32; ++n) {
-      shared.stats[ring.stage][0][n * 32 + lane] = pair[n].x;
-      shared.stats[ring.stage][1][n * 32 + lane] = pair[n].y;
+      shared.stats[at.stage][0][n * 32 + lane] = pair[n].x;
+      shared.stats[at.stage][1][n * 32 + lane] = pair[n].y;
     }
-    mbarrier::arrive(shared_address(&shared.full[ring.stage]));
-    ring.next();
+    mbarrier::arrive(full);
+    at.next();
   });
 }
 
-/// Every lane lets its stage go: each has read statistics there with loads of its own.
+/// Every lane releases a stage, if it is one: each has read statistics there with loads of its own.
 __device__ __forceinline__ void release_lane(u32 empty, int stage) {
   if (stage >= 0) {
     mbarrier::arrive(empty + 8 * stage);
@@ -294,8 +294,10 @@ __device__ __forceinline__ void make_barriers(const BackwardParams& p, BackwardS
                                               u32 cols) {
   using S = BackwardShared<kDepth, kValues>;
   clear_unplaced(cols, 2 * S::kStages * S::kMostHalves, kStream, p.walk.col_places);
-  init_ring(shared.row_full, shared.row_empty, 2, 1, 8);
-  init_ring(shared.full, shared.empty, S::kStages, kKeys ? 33 : 1, kKeys ? 256 : 8);
+  init_barriers([&] {
+    shared.rows.make(1, 8);
+    shared.cols.make(kKeys ? 33 : 1, kKeys ? 256 : 8);
+  });
   begin_backward(p);
 }
 /// The roles of the warpgroup that fetches, a warp for each.
@@ -313,356 +315,378 @@ __device__ __forceinline__ void fetch_all(const BackwardParams& p, BackwardShare
 
 /// kGeneral: there are masks of bits, or queries that nothing uses. kPieces: items may be pieces of tiles.
 template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
+struct BackwardKeys {
+  using S = BackwardShared<kDepth, kValues>;
+  static constexpr Roles kRoles{
+      .consumers = 2, .producer_registers = S::kFetchRegisters, .consumer_registers = S::kRegisters};
+  const BackwardParams& p;
+  S& shared;
+  u32 rows, cols;  ///< tiles
+
+  __device__ __forceinline__ void produce() const { fetch_all<true, false, kPieces>(p, shared, rows, cols); }
+
+  __device__ __forceinline__ void consume() const {
+    const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1, lane = static_cast<int>(threadIdx.x) % 32;
+    const int warp_row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
+    const u32 empty = shared_address(shared.cols.empty);
+    Consumer<2> items;
+    Consumer<S::kStages> at;
+    for (;; items.next()) {
+      shared.rows.wait(items);
+      const int steps = read_note(shared.items[items.stage]).x;  // the rest is read again: registers are short
+      if (steps < 0) {
+        break;
+      }
+      const u32 k = rows + items.stage * 2 * S::kRowTile + warpgroup * 8192, v = k + S::kRowTile;
+      float dk[kDepth / 2], dv[kValues / 2], s[kStream / 2], dp[kStream / 2];
+      u32 left[kStream / 16][4];
+#pragma unroll
+      for (float& sum : dk) {
+        sum = 0.0f;
+      }
+#pragma unroll
+      for (float& sum : dv) {
+        sum = 0.0f;
+      }
+      if constexpr (S::kAhead) {
+        float x[kStream / 2];
+        u32 left_too[kStream / 16][4], held[kValues / 16][4];  // of k and v there is room for one
+        hold_rows<kValues>(held, v, S::kRowHalf);
+        Consumer<S::kStages> next = at;
+        int before = 0;
+        const auto tile = [&](int stage) { return cols + stage * 2 * S::kColTile; };
+        const auto ask = [&] {
+          shared.cols.wait(next);
+          if constexpr (kGeneral) {
+            const int used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[next.stage] : 0, 0);
+            if (used >= 0) {
+              clear_unused<S::kHalves, kStream>(tile(next.stage), p.walk.used + used);
+              clear_unused<S::kValueHalves, kStream>(tile(next.stage) + S::kColTile, p.walk.used + used);
+              join_cleared(1 + warpgroup);
+            }
+          }
+          wgmma::fence();
+          multiply_scores<T, kDepth, kStream>(s, k, S::kRowHalf, tile(next.stage), S::kColHalf);
+          next.next();
+        };
+        const auto add = [&](int stage) {
+          wgmma::fence();
+          multiply_values<T, kValues, kStream>(dv, left, tile(stage) + S::kColTile, S::kColHalf);
+          multiply_values<T, kDepth, kStream>(dk, left_too, tile(stage), S::kColHalf);
+        };
+        const auto step = [&]<bool kFirst, bool kLast>() {
+          const int stage = static_cast<int>(at.stage);
+          const int kind = read_note(shared.steps[stage]).x;
+          const auto stat = [&](int which, int j) {
+            return *reinterpret_cast<const float2*>(&shared.stats[stage][which][8 * j + lane % 4 * 2]);
+          };
+#pragma unroll
+          for (int j = 0; j < kStream / 8; ++j) {
+            const float2 lse = stat(0, j);
+            x[4 * j] = s[4 * j] * p.scale_2 - lse.x;
+            x[4 * j + 1] = s[4 * j + 1] * p.scale_2 - lse.y;
+            x[4 * j + 2] = s[4 * j + 2] * p.scale_2 - lse.x;
+            x[4 * j + 3] = s[4 * j + 3] * p.scale_2 - lse.y;
+          }
+          wgmma::fence();
+          multiply_scores<T, kValues, kStream>(dp, held, tile(stage) + S::kColTile, S::kColHalf);
+          wgmma::commit();
+          if constexpr (!kFirst) {
+            add(before);
+          }
+          if constexpr (!kLast) {
+            ask();
+          }
+          wgmma::commit();
+          exp2_of<0, kStream / 2>(x);
+          cut_masked<kGeneral>(x, kind, shared.steps[stage], p.walk.bits, warp_row + lane / 4, 0.0f);
+          wgmma::wait<1>();
+          const auto to_gradients = [&]<bool kMasked>() {  // as to_score_gradients, but P stays and delta comes in turn
+#pragma unroll
+            for (int j = 0; j < kStream / 8; ++j) {
+              const float2 delta = stat(1, j);
+#pragma unroll
+              for (int i = 4 * j; i < 4 * j + 4; ++i) {
+                const bool none = kMasked && x[i] == 0.0f;
+                dp[i] = none ? 0.0f : x[i] * (dp[i] - (i % 2 == 0 ? delta.x : delta.y));
+              }
+            }
+          };
+          if (kind != kWhole) {
+            to_gradients.template operator()<true>();
+          } else {
+            to_gradients.template operator()<false>();
+          }
+          wgmma::wait<0>();
+          if constexpr (!kFirst) {
+            release_lane(empty, before);
+          }
+          pack<T>(left, x);
+          pack<T>(left_too, dp);
+          before = stage;
+          at.next();
+        };
+        if (steps > 0) {
+          ask();
+          wgmma::commit();
+          wgmma::wait<0>();
+          each_step(steps, step);
+          add(before);
+          wgmma::commit();
+          wgmma::wait<0>();
+          release_lane(empty, before);
+        }
+      } else {
+        int pending = -1;  // the stage that products in flight still read
+#pragma unroll 1
+        for (int n = 0; n < steps; ++n, at.next()) {
+          const u32 q = cols + at.stage * 2 * S::kColTile, d_o = q + S::kColTile;
+          shared.cols.wait(at);
+          const int kind = read_note(shared.steps[at.stage]).x;
+          if constexpr (kGeneral) {
+            const int used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[at.stage] : 0, 0);
+            if (used >= 0) {
+              clear_unused<S::kHalves, kStream>(q, p.walk.used + used);
+              clear_unused<S::kValueHalves, kStream>(d_o, p.walk.used + used);
+              join_cleared(1 + warpgroup);
+            }
+            if (kind >= 0) {
+              prefetch_bits<kStream / 32>(p.walk.bits + kind, warp_row + lane / 4);
+            }
+          }
+          wgmma::fence();
+          multiply_scores<T, kDepth, kStream>(s, k, S::kRowHalf, q, S::kColHalf);
+          wgmma::commit();
+          multiply_scores<T, kValues, kStream>(dp, v, S::kRowHalf, d_o, S::kColHalf);
+          wgmma::commit();
+          wgmma::wait<1>();
+          release_lane(empty, pending);
+          pending = static_cast<int>(at.stage);
+          const auto stat = [&](int which, int j) {
+            return *reinterpret_cast<const float2*>(&shared.stats[at.stage][which][8 * j + lane % 4 * 2]);
+          };
+          to_probabilities(s, p.scale_2, [&](int j) { return stat(0, j); });
+          cut_masked<kGeneral>(s, kind, shared.steps[at.stage], p.walk.bits, warp_row + lane / 4, 0.0f);
+          pack<T>(left, s);
+          wgmma::fence();
+          multiply_values<T, kValues, kStream>(dv, left, d_o, S::kColHalf);
+          wgmma::commit();
+          wgmma::wait<0>();
+          float2 delta[kStream / 8];
+#pragma unroll
+          for (int j = 0; j < kStream / 8; ++j) {
+            delta[j] = stat(1, j);
+          }
+          to_score_gradients(s, dp, kind != kWhole,
+                             [&](int i) { return i % 2 == 0 ? delta[i / 4].x : delta[i / 4].y; });
+          pack<T>(left, s);
+          wgmma::fence();
+          multiply_values<T, kDepth, kStream>(dk, left, q, S::kColHalf);
+          wgmma::commit();
+        }
+        wgmma::wait<0>();
+        release_lane(empty, pending);
+      }
+      const int4 note = read_note(shared.items[items.stage]);
+      const int own = own_token(p.walk, note.w, warpgroup);
+      named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
+      const int part = kPieces ? read_part(shared.parts[items.stage]) : -1;
+      store_gradient<T, kDepth>(p, 0, p.depth, note, part, own, dk, p.scale, k);
+      store_gradient<T, kValues>(p, 1, p.value_depth, note, part, own, dv, 1.0f, v);
+      fence_async_proxy();  // the next rows come by the copy engine
+      shared.rows.release(static_cast<int>(items.stage));
+    }
+  }
+};
+
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
 __global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_constant__ BackwardParams p) {
   using S = BackwardShared<kDepth, kValues>;
   extern __shared__ u8 raw[];
   __shared__ S shared;
-  const u32 rows = (shared_address(raw) + 1023) & ~1023u, cols = rows + 4 * S::kRowTile;
+  const u32 rows = stages_in(raw), cols = rows + 4 * S::kRowTile;
   make_barriers<true>(p, shared, cols);
-  if (threadIdx.x < 128) {
-    fewer_registers<S::kFetchRegisters>();
-    fetch_all<true, false, kPieces>(p, shared, rows, cols);
-    return;
-  }
-  more_registers<S::kRegisters>();
-  const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1, lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp_row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
-  const u32 empty = shared_address(shared.empty);
-  Ring<2> items(0);
-  Ring<S::kStages> ring(0);
-  for (;; items.next()) {
-    mbarrier::wait(shared_address(&shared.row_full[items.stage]), items.parity);
-    const int steps = read_note(shared.items[items.stage]).x;  // the rest is read again: registers are short
-    if (steps < 0) {
-      break;
-    }
-    const u32 k = rows + items.stage * 2 * S::kRowTile + warpgroup * 8192, v = k + S::kRowTile;
-    float dk[kDepth / 2], dv[kValues / 2], s[kStream / 2], dp[kStream / 2];
-    u32 left[kStream / 16][4];
-#pragma unroll
-    for (float& sum : dk) {
-      sum = 0.0f;
-    }
-#pragma unroll
-    for (float& sum : dv) {
-      sum = 0.0f;
-    }
-    if constexpr (S::kAhead) {
-      float x[kStream / 2];
-      u32 left_too[kStream / 16][4], held[kValues / 16][4];  // of k and v there is room for one
-      hold_rows<kValues>(held, v, S::kRowHalf);
-      Ring<S::kStages> next = ring;
-      int before = 0;
-      const auto at = [&](int stage) { return cols + stage * 2 * S::kColTile; };
-      const auto ask = [&] {
-        mbarrier::wait(shared_address(&shared.full[next.stage]), next.parity);
-        if constexpr (kGeneral) {
-          const int used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[next.stage] : 0, 0);
-          if (used >= 0) {
-            clear_unused<S::kHalves, kStream>(at(next.stage), p.walk.used + used);
-            clear_unused<S::kValueHalves, kStream>(at(next.stage) + S::kColTile, p.walk.used + used);
-            join_cleared(1 + warpgroup);
-          }
-        }
-        wgmma::fence();
-        multiply_scores<T, kDepth, kStream>(s, k, S::kRowHalf, at(next.stage), S::kColHalf);
-        next.next();
-      };
-      const auto add = [&](int stage) {
-        wgmma::fence();
-        multiply_values<T, kValues, kStream>(dv, left, at(stage) + S::kColTile, S::kColHalf);
-        multiply_values<T, kDepth, kStream>(dk, left_too, at(stage), S::kColHalf);
-      };
-      const auto step = [&]<bool kFirst, bool kLast>() {
-        const int stage = static_cast<int>(ring.stage);
-        const int kind = read_note(shared.steps[stage]).x;
-        const auto stat = [&](int which, int j) {
-          return *reinterpret_cast<const float2*>(&shared.stats[stage][which][8 * j + lane % 4 * 2]);
-        };
-#pragma unroll
-        for (int j = 0; j < kStream / 8; ++j) {
-          const float2 lse = stat(0, j);
-          x[4 * j] = s[4 * j] * p.scale_2 - lse.x;
-          x[4 * j + 1] = s[4 * j + 1] * p.scale_2 - lse.y;
-          x[4 * j + 2] = s[4 * j + 2] * p.scale_2 - lse.x;
-          x[4 * j + 3] = s[4 * j + 3] * p.scale_2 - lse.y;
-        }
-        wgmma::fence();
-        multiply_scores<T, kValues, kStream>(dp, held, at(stage) + S::kColTile, S::kColHalf);
-        wgmma::commit();
-        if constexpr (!kFirst) {
-          add(before);
-        }
-        if constexpr (!kLast) {
-          ask();
-        }
-        wgmma::commit();
-        exp2_of<0, kStream / 2>(x);
-        cut_masked<kGeneral>(x, kind, shared.steps[stage], p.walk.bits, warp_row + lane / 4, 0.0f);
-        wgmma::wait<1>();
-        const auto to_gradients = [&]<bool kMasked>() {  // as to_score_gradients, but P stays and delta comes in turn
-#pragma unroll
-          for (int j = 0; j < kStream / 8; ++j) {
-            const float2 delta = stat(1, j);
-#pragma unroll
-            for (int i = 4 * j; i < 4 * j + 4; ++i) {
-              const bool none = kMasked && x[i] == 0.0f;
-              dp[i] = none ? 0.0f : x[i] * (dp[i] - (i % 2 == 0 ? delta.x : delta.y));
-            }
-          }
-        };
-        if (kind != kWhole) {
-          to_gradients.template operator()<true>();
-        } else {
-          to_gradients.template operator()<false>();
-        }
-        wgmma::wait<0>();
-        if constexpr (!kFirst) {
-          release_lane(empty, before);
-        }
-        pack<T>(left, x);
-        pack<T>(left_too, dp);
-        before = stage;
-        ring.next();
-      };
-      if (steps > 0) {
-        ask();
-        wgmma::commit();
-        wgmma::wait<0>();
-        each_step(steps, step);
-        add(before);
-        wgmma::commit();
-        wgmma::wait<0>();
-        release_lane(empty, before);
-      }
-    } else {
-      int pending = -1;  // the stage that products in flight still read
-#pragma unroll 1
-      for (int n = 0; n < steps; ++n, ring.next()) {
-        const u32 q = cols + ring.stage * 2 * S::kColTile, d_o = q + S::kColTile;
-        mbarrier::wait(shared_address(&shared.full[ring.stage]), ring.parity);
-        const int kind = read_note(shared.steps[ring.stage]).x;
-        if constexpr (kGeneral) {
-          const int used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[ring.stage] : 0, 0);
-          if (used >= 0) {
-            clear_unused<S::kHalves, kStream>(q, p.walk.used + used);
-            clear_unused<S::kValueHalves, kStream>(d_o, p.walk.used + used);
-            join_cleared(1 + warpgroup);
-          }
-          if (kind >= 0) {
-            prefetch_bits<kStream / 32>(p.walk.bits + kind, warp_row + lane / 4);
-          }
-        }
-        wgmma::fence();
-        multiply_scores<T, kDepth, kStream>(s, k, S::kRowHalf, q, S::kColHalf);
-        wgmma::commit();
-        multiply_scores<T, kValues, kStream>(dp, v, S::kRowHalf, d_o, S::kColHalf);
-        wgmma::commit();
-        wgmma::wait<1>();
-        release_lane(empty, pending);
-        pending = static_cast<int>(ring.stage);
-        const auto stat = [&](int which, int j) {
-          return *reinterpret_cast<const float2*>(&shared.stats[ring.stage][which][8 * j + lane % 4 * 2]);
-        };
-        to_probabilities(s, p.scale_2, [&](int j) { return stat(0, j); });
-        cut_masked<kGeneral>(s, kind, shared.steps[ring.stage], p.walk.bits, warp_row + lane / 4, 0.0f);
-        pack<T>(left, s);
-        wgmma::fence();
-        multiply_values<T, kValues, kStream>(dv, left, d_o, S::kColHalf);
-        wgmma::commit();
-        wgmma::wait<0>();
-        float2 delta[kStream / 8];
-#pragma unroll
-        for (int j = 0; j < kStream / 8; ++j) {
-          delta[j] = stat(1, j);
-        }
-        to_score_gradients(s, dp, kind != kWhole, [&](int i) { return i % 2 == 0 ? delta[i / 4].x : delta[i / 4].y; });
-        pack<T>(left, s);
-        wgmma::fence();
-        multiply_values<T, kDepth, kStream>(dk, left, q, S::kColHalf);
-        wgmma::commit();
-      }
-      wgmma::wait<0>();
-      release_lane(empty, pending);
-    }
-    const int4 note = read_note(shared.items[items.stage]);
-    const int own = own_token(p.walk, note.w, warpgroup);
-    named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
-    const int part = kPieces ? read_part(shared.parts[items.stage]) : -1;
-    store_gradient<T, kDepth>(p, 0, p.depth, note, part, own, dk, p.scale, k);
-    store_gradient<T, kValues>(p, 1, p.value_depth, note, part, own, dv, 1.0f, v);
-    fence_async_proxy();  // the next rows come by the copy engine
-    release(shared_address(shared.row_empty), static_cast<int>(items.stage));
-  }
+  run_warp_specialized(BackwardKeys<T, kDepth, kValues, kGeneral, kPieces>{p, shared, rows, cols});
 }
 
 /// kGeneral: there are masks of bits, or keys that nothing uses. kPieces: items may be pieces of tiles.
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
+struct BackwardQueries {
+  using S = BackwardShared<kDepth, kValues>;
+  static constexpr Roles kRoles{
+      .consumers = 2, .producer_registers = S::kFetchRegisters, .consumer_registers = S::kRegisters};
+  const BackwardParams& p;
+  S& shared;
+  u32 rows, cols;  ///< tiles
+
+  __device__ __forceinline__ void produce() const { fetch_all<false, kGeneral, kPieces>(p, shared, rows, cols); }
+
+  __device__ __forceinline__ void consume() const {
+    const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1, lane = static_cast<int>(threadIdx.x) % 32;
+    const int warp_row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
+    // Not release(empty, ): with it, ptxas moves descriptors to uniform registers in every step.
+    const u32 empty = shared_address(shared.cols.empty);
+    Consumer<2> items;
+    Consumer<S::kStages> at;
+    for (;; items.next()) {
+      shared.rows.wait(items);
+      const int4 note = read_note(shared.items[items.stage]);
+      if (note.x < 0) {
+        break;
+      }
+      const u32 q = rows + items.stage * 2 * S::kRowTile + warpgroup * 8192, d_o = q + S::kRowTile;
+      const int own = own_token(p.walk, note.w, warpgroup);
+      float2 stats[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        stats[h] = stats_of(p, note.y, note.z, __shfl_sync(0xffffffffu, own, lane / 4 + 8 * h));
+      }
+      float dq[kDepth / 2], s[kStream / 2], dp[kStream / 2];
+      u32 left[kStream / 16][4];
+#pragma unroll
+      for (float& sum : dq) {
+        sum = 0.0f;
+      }
+      if constexpr (S::kAhead) {
+        float x[kStream / 2];
+        u32 held[kDepth / 16][4], held_too[kValues / 16][4];
+        hold_rows<kDepth>(held, q, S::kRowHalf);
+        hold_rows<kValues>(held_too, d_o, S::kRowHalf);
+        Consumer<S::kStages> next = at;
+        int before = 0;
+        const auto tile = [&](int stage) { return cols + stage * 2 * S::kColTile; };
+        const auto ask = [&] {
+          shared.cols.wait(next);
+          if constexpr (kGeneral) {
+            const int used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[next.stage] : 0, 0);
+            if (used >= 0) {
+              clear_unused<S::kHalves, kStream>(tile(next.stage), p.walk.used + used);
+              join_cleared(1 + warpgroup);
+            }
+          }
+          wgmma::fence();
+          multiply_scores<T, kDepth, kStream>(s, held, tile(next.stage), S::kColHalf);
+          next.next();
+        };
+        const auto add = [&](int stage) {
+          wgmma::fence();
+          multiply_values<T, kDepth, kStream>(dq, left, tile(stage), S::kColHalf);
+        };
+        const auto step = [&]<bool kFirst, bool kLast>() {
+          const int stage = static_cast<int>(at.stage);
+          const int kind = read_note(shared.steps[stage]).x;
+#pragma unroll
+          for (int i = 0; i < kStream / 2; ++i) {
+            x[i] = s[i] * p.scale_2 - stats[i / 2 % 2].x;
+          }
+          wgmma::fence();
+          multiply_scores<T, kValues, kStream>(dp, held_too, tile(stage) + S::kColTile, S::kColHalf);
+          wgmma::commit();
+          if constexpr (!kLast) {
+            ask();
+          }
+          if constexpr (!kFirst) {
+            add(before);
+          }
+          wgmma::commit();
+          exp2_of<0, kStream / 2>(x);
+          cut_masked<kGeneral>(x, kind, shared.steps[stage], p.walk.bits, warp_row + lane / 4, 0.0f);
+          bool masked = kind != kWhole;
+          if constexpr (kGeneral) {
+            const int used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[stage] : 0, 0);
+            if (used >= 0) {
+              cut_columns(x, p.walk.used + used, 0.0f);
+              masked = true;
+            }
+          }
+          wgmma::wait<1>();
+          to_score_gradients(x, dp, masked, [&](int i) { return stats[i / 2 % 2].y; });
+          wgmma::wait<0>();
+          if constexpr (!kFirst) {
+            release(empty, before);
+          }
+          pack<T>(left, x);
+          before = stage;
+          at.next();
+        };
+        if (note.x > 0) {
+          ask();
+          wgmma::commit();
+          wgmma::wait<0>();
+          each_step(note.x, step);
+          add(before);
+          wgmma::commit();
+          wgmma::wait<0>();
+          release(empty, before);
+        }
+      } else {
+        int pending = -1;  // the stage that products in flight still read
+#pragma unroll 1
+        for (int n = 0; n < note.x; ++n, at.next()) {
+          const u32 k = cols + at.stage * 2 * S::kColTile, v = k + S::kColTile;
+          shared.cols.wait(at);
+          const int4 mask = read_note(shared.steps[at.stage]);
+          RowBits<kStream / 32> bits;
+          int used = -1;
+          if constexpr (kGeneral) {
+            used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[at.stage] : 0, 0);
+            if (used >= 0) {
+              clear_unused<S::kHalves, kStream>(k, p.walk.used + used);
+              join_cleared(1 + warpgroup);
+            }
+            if (mask.x >= 0) {
+              bits.load(p.walk.bits + mask.x, warp_row + lane / 4);
+            }
+          }
+          wgmma::fence();
+          multiply_scores<T, kDepth, kStream>(s, q, S::kRowHalf, k, S::kColHalf);
+          wgmma::commit();
+          multiply_scores<T, kValues, kStream>(dp, d_o, S::kRowHalf, v, S::kColHalf);
+          wgmma::commit();
+          wgmma::wait<1>();
+          release(empty, pending);
+          pending = static_cast<int>(at.stage);
+#pragma unroll
+          for (int i = 0; i < kStream / 2; ++i) {
+            s[i] = exp2_fast(s[i] * p.scale_2 - stats[i / 2 % 2].x);
+          }
+          if (kGeneral && mask.x >= 0) {
+            bits.cut(s, 0.0f);
+          } else if (mask.x == kBand) {
+            cut_band(s, mask, warp_row + lane / 4, 0.0f);
+          }
+          if (kGeneral && used >= 0) {
+            cut_columns(s, p.walk.used + used, 0.0f);
+          }
+          wgmma::wait<0>();
+          to_score_gradients(s, dp, mask.x != kWhole || (kGeneral && used >= 0),
+                             [&](int i) { return stats[i / 2 % 2].y; });
+          pack<T>(left, s);
+          wgmma::fence();
+          multiply_values<T, kDepth, kStream>(dq, left, k, S::kColHalf);
+          wgmma::commit();
+        }
+        wgmma::wait<0>();
+        release(empty, pending);
+      }
+      named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
+      const int part = kPieces ? read_part(shared.parts[items.stage]) : -1;
+      store_gradient<T, kDepth>(p, 0, p.depth, note, part, own, dq, p.scale, q);
+      fence_async_proxy();  // the next rows come by the copy engine
+      shared.rows.release(static_cast<int>(items.stage));
+    }
+    wait_for_earlier_kernel();  // whoever waits for this one waits for that one too
+  }
+};
+
 template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
 __global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_constant__ BackwardParams p) {
   using S = BackwardShared<kDepth, kValues>;
   extern __shared__ u8 raw[];
   __shared__ S shared;
-  const u32 rows = (shared_address(raw) + 1023) & ~1023u, cols = rows + 4 * S::kRowTile;
+  const u32 rows = stages_in(raw), cols = rows + 4 * S::kRowTile;
   make_barriers<false>(p, shared, cols);
-  if (threadIdx.x < 128) {
-    fewer_registers<S::kFetchRegisters>();
-    fetch_all<false, kGeneral, kPieces>(p, shared, rows, cols);
-    return;
-  }
-  more_registers<S::kRegisters>();
-  const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1, lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp_row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
-  const u32 empty = shared_address(shared.empty);
-  Ring<2> items(0);
-  Ring<S::kStages> ring(0);
-  for (;; items.next()) {
-    mbarrier::wait(shared_address(&shared.row_full[items.stage]), items.parity);
-    const int4 note = read_note(shared.items[items.stage]);
-    if (note.x < 0) {
-      break;
-    }
-    const u32 q = rows + items.stage * 2 * S::kRowTile + warpgroup * 8192, d_o = q + S::kRowTile;
-    const int own = own_token(p.walk, note.w, warpgroup);
-    float2 stats[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      stats[h] = stats_of(p, note.y, note.z, __shfl_sync(0xffffffffu, own, lane / 4 + 8 * h));
-    }
-    float dq[kDepth / 2], s[kStream / 2], dp[kStream / 2];
-    u32 left[kStream / 16][4];
-#pragma unroll
-    for (float& sum : dq) {
-      sum = 0.0f;
-    }
-    if constexpr (S::kAhead) {
-      float x[kStream / 2];
-      u32 held[kDepth / 16][4], held_too[kValues / 16][4];
-      hold_rows<kDepth>(held, q, S::kRowHalf);
-      hold_rows<kValues>(held_too, d_o, S::kRowHalf);
-      Ring<S::kStages> next = ring;
-      int before = 0;
-      const auto at = [&](int stage) { return cols + stage * 2 * S::kColTile; };
-      const auto ask = [&] {
-        mbarrier::wait(shared_address(&shared.full[next.stage]), next.parity);
-        if constexpr (kGeneral) {
-          const int used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[next.stage] : 0, 0);
-          if (used >= 0) {
-            clear_unused<S::kHalves, kStream>(at(next.stage), p.walk.used + used);
-            join_cleared(1 + warpgroup);
-          }
-        }
-        wgmma::fence();
-        multiply_scores<T, kDepth, kStream>(s, held, at(next.stage), S::kColHalf);
-        next.next();
-      };
-      const auto add = [&](int stage) {
-        wgmma::fence();
-        multiply_values<T, kDepth, kStream>(dq, left, at(stage), S::kColHalf);
-      };
-      const auto step = [&]<bool kFirst, bool kLast>() {
-        const int stage = static_cast<int>(ring.stage);
-        const int kind = read_note(shared.steps[stage]).x;
-#pragma unroll
-        for (int i = 0; i < kStream / 2; ++i) {
-          x[i] = s[i] * p.scale_2 - stats[i / 2 % 2].x;
-        }
-        wgmma::fence();
-        multiply_scores<T, kValues, kStream>(dp, held_too, at(stage) + S::kColTile, S::kColHalf);
-        wgmma::commit();
-        if constexpr (!kLast) {
-          ask();
-        }
-        if constexpr (!kFirst) {
-          add(before);
-        }
-        wgmma::commit();
-        exp2_of<0, kStream / 2>(x);
-        cut_masked<kGeneral>(x, kind, shared.steps[stage], p.walk.bits, warp_row + lane / 4, 0.0f);
-        bool masked = kind != kWhole;
-        if constexpr (kGeneral) {
-          const int used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[stage] : 0, 0);
-          if (used >= 0) {
-            cut_columns(x, p.walk.used + used, 0.0f);
-            masked = true;
-          }
-        }
-        wgmma::wait<1>();
-        to_score_gradients(x, dp, masked, [&](int i) { return stats[i / 2 % 2].y; });
-        wgmma::wait<0>();
-        if constexpr (!kFirst) {
-          release(empty, before);
-        }
-        pack<T>(left, x);
-        before = stage;
-        ring.next();
-      };
-      if (note.x > 0) {
-        ask();
-        wgmma::commit();
-        wgmma::wait<0>();
-        each_step(note.x, step);
-        add(before);
-        wgmma::commit();
-        wgmma::wait<0>();
-        release(empty, before);
-      }
-    } else {
-      int pending = -1;  // the stage that products in flight still read
-#pragma unroll 1
-      for (int n = 0; n < note.x; ++n, ring.next()) {
-        const u32 k = cols + ring.stage * 2 * S::kColTile, v = k + S::kColTile;
-        mbarrier::wait(shared_address(&shared.full[ring.stage]), ring.parity);
-        const int4 mask = read_note(shared.steps[ring.stage]);
-        RowBits<kStream / 32> bits;
-        int used = -1;
-        if constexpr (kGeneral) {
-          used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[ring.stage] : 0, 0);
-          if (used >= 0) {
-            clear_unused<S::kHalves, kStream>(k, p.walk.used + used);
-            join_cleared(1 + warpgroup);
-          }
-          if (mask.x >= 0) {
-            bits.load(p.walk.bits + mask.x, warp_row + lane / 4);
-          }
-        }
-        wgmma::fence();
-        multiply_scores<T, kDepth, kStream>(s, q, S::kRowHalf, k, S::kColHalf);
-        wgmma::commit();
-        multiply_scores<T, kValues, kStream>(dp, d_o, S::kRowHalf, v, S::kColHalf);
-        wgmma::commit();
-        wgmma::wait<1>();
-        release(empty, pending);
-        pending = static_cast<int>(ring.stage);
-#pragma unroll
-        for (int i = 0; i < kStream / 2; ++i) {
-          s[i] = exp2_fast(s[i] * p.scale_2 - stats[i / 2 % 2].x);
-        }
-        if (kGeneral && mask.x >= 0) {
-          bits.cut(s, 0.0f);
-        } else if (mask.x == kBand) {
-          cut_band(s, mask, warp_row + lane / 4, 0.0f);
-        }
-        if (kGeneral && used >= 0) {
-          cut_columns(s, p.walk.used + used, 0.0f);
-        }
-        wgmma::wait<0>();
-        to_score_gradients(s, dp, mask.x != kWhole || (kGeneral && used >= 0),
-                           [&](int i) { return stats[i / 2 % 2].y; });
-        pack<T>(left, s);
-        wgmma::fence();
-        multiply_values<T, kDepth, kStream>(dq, left, k, S::kColHalf);
-        wgmma::commit();
-      }
-      wgmma::wait<0>();
-      release(empty, pending);
-    }
-    named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
-    const int part = kPieces ? read_part(shared.parts[items.stage]) : -1;
-    store_gradient<T, kDepth>(p, 0, p.depth, note, part, own, dq, p.scale, q);
-    fence_async_proxy();  // the next rows come by the copy engine
-    release(shared_address(shared.row_empty), static_cast<int>(items.stage));
-  }
-  wait_for_earlier_kernel();  // whoever waits for this one waits for that one too
+  run_warp_specialized(BackwardQueries<T, kDepth, kValues, kGeneral, kPieces>{p, shared, rows, cols});
 }
 
 }  // namespace fretwork::attention_op::hopper

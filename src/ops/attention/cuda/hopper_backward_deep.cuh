@@ -24,7 +24,9 @@ struct DeepShared {
   static constexpr u32 kRowHalf = kRows * 128, kRowTile = kMostHalves * kRowHalf;  ///< bytes of one operand
   static constexpr u32 kColHalf = kStream * 128, kColTile = kMostHalves * kColHalf;
   static constexpr u32 kCols = (kOf == Deep::values ? 1 : 2) * kRowTile, kOtherCols = kCols + kStages * kColTile;
-  u64 row_full[2], row_empty[2], full[kStages], empty[kStages], other_full[kOtherStages], other_empty[kOtherStages];
+  RingBarriers<2> rows;  ///< one of each operand
+  RingBarriers<kStages> cols;
+  RingBarriers<kOtherStages> other_cols;
   int4 item, steps[kStages];
   alignas(16) float stats[kStages][2][kStream];
   int used[kStages], part;
@@ -37,14 +39,13 @@ __device__ __forceinline__ void fetch_deep_rows(const BackwardParams& p, DeepSha
                                                 u32 rows) {
   using S = DeepShared<kDepth, kValues, kOf>;
   const Walk& walk = p.walk;
-  const u32 full = shared_address(shared.row_full), empty = shared_address(shared.row_empty);
-  Ring<1> ring(1);
+  Producer<1> at;
 #pragma unroll 1
-  for (int i = word(walk.share, blockIdx.x); i < word(walk.share, blockIdx.x + 1); ++i, ring.next()) {
+  for (int i = word(walk.share, blockIdx.x); i < word(walk.share, blockIdx.x + 1); ++i, at.next()) {
     const int4 item = record(walk.items, i);
     if (threadIdx.x == 0) {
       const int4 place = record(walk.row_tiles, item.x);
-      mbarrier::wait(empty, ring.parity);
+      const u32 full = shared.rows.acquire({0, at.parity});
       shared.item = {steps_of<kSeen, kPieces>(p, i, item), item.y, item.z, item.x};
       if constexpr (kPieces) {
         shared.part = record(p.pieces, i).z;
@@ -52,16 +53,16 @@ __device__ __forceinline__ void fetch_deep_rows(const BackwardParams& p, DeepSha
       mbarrier::arrive_expect(full, S::kHalves * 128 * walk.row_places);
       fetch<S::kHalves>(p.rows[0], rows, S::kRowHalf, full, place, item.y, item.z);
       if constexpr (kOf != Deep::values) {
-        mbarrier::wait(empty + 8, ring.parity);
-        mbarrier::arrive_expect(full + 8, S::kValueHalves * 128 * walk.row_places);
-        fetch<S::kValueHalves>(p.rows[1], rows + S::kRowTile, S::kRowHalf, full + 8, place, item.y, item.z);
+        const u32 second = shared.rows.acquire({1, at.parity});
+        mbarrier::arrive_expect(second, S::kValueHalves * 128 * walk.row_places);
+        fetch<S::kValueHalves>(p.rows[1], rows + S::kRowTile, S::kRowHalf, second, place, item.y, item.z);
       }
     }
     __syncwarp();
     prefetch_rows<S::kKeys>(p, item);
   }
   if (threadIdx.x == 0) {
-    mbarrier::wait(empty, ring.parity);
+    const u32 full = shared.rows.acquire({0, at.parity});
     shared.item = {-1, 0, 0, 0};
     mbarrier::arrive(full);
   }
@@ -74,21 +75,20 @@ __device__ __forceinline__ void fetch_deep_cols(const BackwardParams& p, DeepSha
   using S = DeepShared<kDepth, kValues, kOf>;
   constexpr int kHalves = kOther ? S::kValueHalves : S::kHalves;
   const Walk& walk = p.walk;
-  Ring<kOther ? S::kOtherStages : S::kStages> ring(1);
+  Producer<kOther ? S::kOtherStages : S::kStages> at;
   walk_steps<S::kKeys, kPieces>(p, [&](int batch, int head, int r, int tile) {
     if (kSeen && !sees_tile(p.seen, batch, tile)) {
       return;
     }
-    const u32 full = shared_address(kOther ? shared.other_full : shared.full) + 8 * ring.stage;
-    mbarrier::wait(shared_address(kOther ? shared.other_empty : shared.empty) + 8 * ring.stage, ring.parity);
+    const u32 full = kOther ? shared.other_cols.acquire(at) : shared.cols.acquire(at);
     if constexpr (!kOther) {
-      shared.steps[ring.stage] = mask_of(walk, r);
-      shared.used[ring.stage] = used_of<!S::kKeys>(walk, batch, tile);
+      shared.steps[at.stage] = mask_of(walk, r);
+      shared.used[at.stage] = used_of<!S::kKeys>(walk, batch, tile);
     }
     mbarrier::arrive_expect(full, kHalves * 128 * walk.col_places);
     const int4 place = record(walk.col_tiles, tile);
-    fetch<kHalves>(p.cols[kOther ? 1 : 0], tiles + ring.stage * S::kColTile, S::kColHalf, full, place, batch, head);
-    ring.next();
+    fetch<kHalves>(p.cols[kOther ? 1 : 0], tiles + at.stage * S::kColTile, S::kColHalf, full, place, batch, head);
+    at.next();
   });
 }
 
@@ -98,9 +98,11 @@ __device__ __forceinline__ void make_deep_barriers(const BackwardParams& p, Deep
                                                    u32 cols) {
   using S = DeepShared<kDepth, kValues, kOf>;
   clear_unplaced(cols, (S::kStages + S::kOtherStages) * S::kMostHalves, kStream, p.walk.col_places);
-  init_ring(shared.row_full, shared.row_empty, 2, 1, 8);
-  init_ring(shared.full, shared.empty, S::kStages, S::kKeys ? 33 : 1, S::kKeys ? 256 : 8);
-  init_ring(shared.other_full, shared.other_empty, S::kOtherStages, 1, 8);
+  init_barriers([&] {
+    shared.rows.make(1, 8);
+    shared.cols.make(S::kKeys ? 33 : 1, S::kKeys ? 256 : 8);
+    shared.other_cols.make(1, 8);
+  });
   begin_backward(p);
 }
 /// The roles of the warpgroup that fetches, a warp for each.
@@ -127,224 +129,248 @@ __device__ __forceinline__ void to_probabilities(float (&s)[kStream / 2], const 
 /// dq = scale · dS · k, or dk = scale · dSᵀ · q. kGeneral: there are masks of bits, or columns that nothing uses.
 /// kPieces: items may be pieces of tiles.
 template <typename T, int kDepth, int kValues, bool kKeys, bool kGeneral, bool kPieces>
-__global__ void __launch_bounds__(kThreads, 1) backward_deep(const __grid_constant__ BackwardParams p) {
+struct BackwardDeep {
   using S = DeepShared<kDepth, kValues, kKeys ? Deep::keys : Deep::queries>;
-  extern __shared__ u8 raw[];
-  __shared__ S shared;
-  const u32 rows = (shared_address(raw) + 1023) & ~1023u;
-  make_deep_barriers(p, shared, rows + S::kCols);
-  if (threadIdx.x < 128) {
-    fewer_registers<S::kFetchRegisters>();
-    fetch_all_deep<kGeneral && !kKeys, kPieces>(p, shared, rows);
-    return;
-  }
-  more_registers<S::kRegisters>();
-  const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1, lane = static_cast<int>(threadIdx.x) % 32;
-  const int row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane / 4;
-  const u32 own_rows = rows + warpgroup * 8192, other_rows = own_rows + S::kRowTile;
-  const u32 empty = shared_address(shared.empty), other_empty = shared_address(shared.other_empty);
-  const u32 row_full = shared_address(shared.row_full), row_empty = shared_address(shared.row_empty);
-  Ring<1> items(0);
-  Ring<S::kStages> ring(0);
-  Ring<S::kOtherStages> other(0);
-  for (;; items.next()) {
-    mbarrier::wait(row_full, items.parity);
-    const int steps = read_note(shared.item).x;  // the rest is read again: registers are short
-    if (steps < 0) {
-      break;
-    }
-    float2 stats[2];
-    if constexpr (!kKeys) {
-      const int4 note = read_note(shared.item);
-      const int own = own_token(p.walk, note.w, warpgroup);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        stats[h] = stats_of(p, note.y, note.z, __shfl_sync(0xffffffffu, own, lane / 4 + 8 * h));
+  static constexpr Roles kRoles{
+      .consumers = 2, .producer_registers = S::kFetchRegisters, .consumer_registers = S::kRegisters};
+  const BackwardParams& p;
+  S& shared;
+  u32 rows;  ///< tiles; those of columns follow
+
+  __device__ __forceinline__ void produce() const { fetch_all_deep<kGeneral && !kKeys, kPieces>(p, shared, rows); }
+
+  __device__ __forceinline__ void consume() const {
+    const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1, lane = static_cast<int>(threadIdx.x) % 32;
+    const int row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane / 4;
+    const u32 own_rows = rows + warpgroup * 8192, other_rows = own_rows + S::kRowTile;
+    // Addresses, not release(empty, ) and so on: with those, ptxas spills more registers.
+    const u32 empty = shared_address(shared.cols.empty), other_empty = shared_address(shared.other_cols.empty);
+    const u32 row_full = shared_address(shared.rows.full), row_empty = shared_address(shared.rows.empty);
+    Consumer<1> items;
+    Consumer<S::kStages> at;
+    Consumer<S::kOtherStages> other;
+    for (;; items.next()) {
+      mbarrier::wait(row_full, items.parity);
+      const int steps = read_note(shared.item).x;  // the rest is read again: registers are short
+      if (steps < 0) {
+        break;
       }
-    }
-    float sums[kDepth / 2], s[kStream / 2], dp[kStream / 2];
-    u32 left[kStream / 16][4];
+      float2 stats[2];
+      if constexpr (!kKeys) {
+        const int4 note = read_note(shared.item);
+        const int own = own_token(p.walk, note.w, warpgroup);
 #pragma unroll
-    for (float& sum : sums) {
-      sum = 0.0f;
-    }
-    mbarrier::wait(row_full + 8, items.parity);
-    int pending = -1;  // the stage that products in flight still read
-    const auto release_step = [&] {
-      if constexpr (kKeys) {
-        release_lane(empty, pending);
-      } else {
-        release(empty, pending);
+        for (int h = 0; h < 2; ++h) {
+          stats[h] = stats_of(p, note.y, note.z, __shfl_sync(0xffffffffu, own, lane / 4 + 8 * h));
+        }
       }
-    };
+      float sums[kDepth / 2], s[kStream / 2], dp[kStream / 2];
+      u32 left[kStream / 16][4];
+#pragma unroll
+      for (float& sum : sums) {
+        sum = 0.0f;
+      }
+      mbarrier::wait(row_full + 8, items.parity);
+      int pending = -1;  // the stage that products in flight still read
+      const auto release_step = [&] {
+        if constexpr (kKeys) {
+          release_lane(empty, pending);
+        } else {
+          release(empty, pending);
+        }
+      };
 #pragma unroll 1
-    for (int n = 0; n < steps; ++n, ring.next(), other.next()) {
-      const u32 col = rows + S::kCols + ring.stage * S::kColTile;
-      const u32 other_col = rows + S::kOtherCols + other.stage * S::kColTile;
-      mbarrier::wait(shared_address(&shared.full[ring.stage]), ring.parity);
-      const int kind = read_note(shared.steps[ring.stage]).x;
-      int used = -1;
-      if constexpr (kGeneral) {
-        used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[ring.stage] : 0, 0);
-        if (used >= 0) {  // what dP finds in the other operand is left out with the scores
-          clear_unused<S::kHalves, kStream>(col, p.walk.used + used);
-          join_cleared(1 + warpgroup);
+      for (int n = 0; n < steps; ++n, at.next(), other.next()) {
+        const u32 col = rows + S::kCols + at.stage * S::kColTile;
+        const u32 other_col = rows + S::kOtherCols + other.stage * S::kColTile;
+        shared.cols.wait(at);
+        const int kind = read_note(shared.steps[at.stage]).x;
+        int used = -1;
+        if constexpr (kGeneral) {
+          used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[at.stage] : 0, 0);
+          if (used >= 0) {  // what dP finds in the other operand is left out with the scores
+            clear_unused<S::kHalves, kStream>(col, p.walk.used + used);
+            join_cleared(1 + warpgroup);
+          }
+          if (kind >= 0) {
+            prefetch_bits<kStream / 32>(p.walk.bits + kind, row);
+          }
         }
-        if (kind >= 0) {
-          prefetch_bits<kStream / 32>(p.walk.bits + kind, row);
-        }
-      }
-      wgmma::fence();
-      multiply_scores<T, kDepth, kStream>(s, own_rows, S::kRowHalf, col, S::kColHalf);
-      wgmma::commit();
-      mbarrier::wait(shared_address(&shared.other_full[other.stage]), other.parity);
-      wgmma::fence();
-      multiply_scores<T, kValues, kStream>(dp, other_rows, S::kRowHalf, other_col, S::kColHalf);
-      wgmma::commit();
-      wgmma::wait<1>();
-      release_step();
-      pending = static_cast<int>(ring.stage);
-      if constexpr (kKeys) {
-        to_probabilities(s, shared.stats[ring.stage][0], p.scale_2);
-      } else {
+        wgmma::fence();
+        multiply_scores<T, kDepth, kStream>(s, own_rows, S::kRowHalf, col, S::kColHalf);
+        wgmma::commit();
+        shared.other_cols.wait(other);
+        wgmma::fence();
+        multiply_scores<T, kValues, kStream>(dp, other_rows, S::kRowHalf, other_col, S::kColHalf);
+        wgmma::commit();
+        wgmma::wait<1>();
+        release_step();
+        pending = static_cast<int>(at.stage);
+        if constexpr (kKeys) {
+          to_probabilities(s, shared.stats[at.stage][0], p.scale_2);
+        } else {
 #pragma unroll
-        for (int i = 0; i < kStream / 2; ++i) {
-          s[i] = exp2_fast(s[i] * p.scale_2 - stats[i / 2 % 2].x);
+          for (int i = 0; i < kStream / 2; ++i) {
+            s[i] = exp2_fast(s[i] * p.scale_2 - stats[i / 2 % 2].x);
+          }
         }
-      }
-      cut_masked<kGeneral>(s, kind, shared.steps[ring.stage], p.walk.bits, row, 0.0f);
-      const bool hides = kGeneral && !kKeys && used >= 0;
-      if (hides) {
-        cut_columns(s, p.walk.used + used, 0.0f);
+        cut_masked<kGeneral>(s, kind, shared.steps[at.stage], p.walk.bits, row, 0.0f);
+        const bool hides = kGeneral && !kKeys && used >= 0;
+        if (hides) {
+          cut_columns(s, p.walk.used + used, 0.0f);
+        }
+        wgmma::wait<0>();
+        release(other_empty, static_cast<int>(other.stage));
+        if constexpr (kKeys) {
+          float2 delta[kStream / 8];
+#pragma unroll
+          for (int j = 0; j < kStream / 8; ++j) {
+            delta[j] = *reinterpret_cast<const float2*>(&shared.stats[at.stage][1][8 * j + lane % 4 * 2]);
+          }
+          to_score_gradients(s, dp, kind != kWhole,
+                             [&](int i) { return i % 2 == 0 ? delta[i / 4].x : delta[i / 4].y; });
+        } else {
+          to_score_gradients(s, dp, kind != kWhole || hides, [&](int i) { return stats[i / 2 % 2].y; });
+        }
+        pack<T>(left, s);
+        wgmma::fence();
+        multiply_values<T, kDepth, kStream>(sums, left, col, S::kColHalf);
+        wgmma::commit();
       }
       wgmma::wait<0>();
-      release(other_empty, static_cast<int>(other.stage));
-      if constexpr (kKeys) {
-        float2 delta[kStream / 8];
-#pragma unroll
-        for (int j = 0; j < kStream / 8; ++j) {
-          delta[j] = *reinterpret_cast<const float2*>(&shared.stats[ring.stage][1][8 * j + lane % 4 * 2]);
-        }
-        to_score_gradients(s, dp, kind != kWhole, [&](int i) { return i % 2 == 0 ? delta[i / 4].x : delta[i / 4].y; });
-      } else {
-        to_score_gradients(s, dp, kind != kWhole || hides, [&](int i) { return stats[i / 2 % 2].y; });
-      }
-      pack<T>(left, s);
-      wgmma::fence();
-      multiply_values<T, kDepth, kStream>(sums, left, col, S::kColHalf);
-      wgmma::commit();
+      release_step();
+      const int4 note = read_note(shared.item);
+      const int part = kPieces ? read_part(shared.part) : -1;
+      release(row_empty, 0);  // the next item's rows of this operand come while these sums leave through the other's
+      const int own = own_token(p.walk, note.w, warpgroup);
+      named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
+      store_gradient<T, kDepth>(p, 0, p.depth, note, part, own, sums, p.scale, other_rows);
+      fence_async_proxy();  // the next rows come by the copy engine
+      release(row_empty, 1);
     }
-    wgmma::wait<0>();
-    release_step();
-    const int4 note = read_note(shared.item);
-    const int part = kPieces ? read_part(shared.part) : -1;
-    release(row_empty, 0);  // the next item's rows of this operand come while these sums leave through the other's
-    const int own = own_token(p.walk, note.w, warpgroup);
-    named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
-    store_gradient<T, kDepth>(p, 0, p.depth, note, part, own, sums, p.scale, other_rows);
-    fence_async_proxy();  // the next rows come by the copy engine
-    release(row_empty, 1);
+    wait_for_earlier_kernel();  // whoever waits for this one waits for that one too
   }
-  wait_for_earlier_kernel();  // whoever waits for this one waits for that one too
+};
+
+template <typename T, int kDepth, int kValues, bool kKeys, bool kGeneral, bool kPieces>
+__global__ void __launch_bounds__(kThreads, 1) backward_deep(const __grid_constant__ BackwardParams p) {
+  using Kernel = BackwardDeep<T, kDepth, kValues, kKeys, kGeneral, kPieces>;
+  using S = typename Kernel::S;
+  extern __shared__ u8 raw[];
+  __shared__ S shared;
+  const u32 rows = stages_in(raw);
+  make_deep_barriers(p, shared, rows + S::kCols);
+  run_warp_specialized(Kernel{p, shared, rows});
 }
 
 /// dv = Pᵀ · d_o. The scores of a step are in the tensor cores while the probabilities of the step before meet d_o.
 /// kGeneral: there are masks of bits, or queries that nothing uses.
 template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
-__global__ void __launch_bounds__(kThreads, 1) backward_deep_values(const __grid_constant__ BackwardParams p) {
+struct BackwardDeepValues {
   using S = DeepShared<kDepth, kValues, Deep::values>;
+  static constexpr Roles kRoles{
+      .consumers = 2, .producer_registers = S::kFetchRegisters, .consumer_registers = S::kRegisters};
+  const BackwardParams& p;
+  S& shared;
+  u32 rows;  ///< tiles; those of columns follow
+
+  __device__ __forceinline__ void produce() const { fetch_all_deep<false, kPieces>(p, shared, rows); }
+
+  __device__ __forceinline__ void consume() const {
+    const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1, lane = static_cast<int>(threadIdx.x) % 32;
+    const int row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane / 4;
+    const u32 k = rows + warpgroup * 8192;
+    const u32 empty = shared_address(shared.cols.empty), other_empty = shared_address(shared.other_cols.empty);
+    Consumer<1> items;
+    Consumer<S::kStages> at;
+    Consumer<S::kOtherStages> behind;  // of the step whose probabilities are to be multiplied
+    for (;; items.next()) {
+      shared.rows.wait({0, items.parity});
+      const int4 note = read_note(shared.item);
+      if (note.x < 0) {
+        break;
+      }
+      const int own = own_token(p.walk, note.w, warpgroup);
+      float dv[kValues / 2], s[kStream / 2];
+      u32 left[kStream / 16][4];
+#pragma unroll
+      for (float& sum : dv) {
+        sum = 0.0f;
+      }
+      int kind = kWhole, used = -1, used_before = -1;
+      const auto begin_scores = [&] {
+        shared.cols.wait(at);
+        kind = read_note(shared.steps[at.stage]).x;
+        wgmma::fence();
+        multiply_scores<T, kDepth, kStream>(s, k, S::kRowHalf, rows + S::kCols + at.stage * S::kColTile, S::kColHalf);
+        wgmma::commit();
+        if constexpr (kGeneral) {
+          used_before = used;
+          used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[at.stage] : 0, 0);
+          if (kind >= 0) {
+            prefetch_bits<kStream / 32>(p.walk.bits + kind, row);
+          }
+        }
+      };
+      const auto end_scores = [&] {
+        to_probabilities(s, shared.stats[at.stage][0], p.scale_2);
+        cut_masked<kGeneral>(s, kind, shared.steps[at.stage], p.walk.bits, row, 0.0f);
+        release_lane(empty, static_cast<int>(at.stage));
+        at.next();
+      };
+      const auto add_values = [&](int unused) {
+        const u32 d_o = rows + S::kOtherCols + behind.stage * S::kColTile;
+        shared.other_cols.wait(behind);
+        if constexpr (kGeneral) {
+          if (unused >= 0) {
+            clear_unused<S::kValueHalves, kStream>(d_o, p.walk.used + unused);
+            join_cleared(1 + warpgroup);
+          }
+        }
+        wgmma::fence();
+        multiply_values<T, kValues, kStream>(dv, left, d_o, S::kColHalf);
+        wgmma::commit();
+      };
+      const auto end_values = [&] {
+        wgmma::wait<0>();
+        release(other_empty, static_cast<int>(behind.stage));
+        behind.next();
+      };
+      if (note.x > 0) {
+        begin_scores();
+        wgmma::wait<0>();
+        end_scores();
+        pack<T>(left, s);
+#pragma unroll 1
+        for (int n = 1; n < note.x; ++n) {
+          begin_scores();
+          add_values(used_before);
+          wgmma::wait<1>();
+          end_scores();
+          end_values();
+          pack<T>(left, s);
+        }
+        add_values(used);
+        end_values();
+      }
+      named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
+      store_gradient<T, kValues>(p, 0, p.value_depth, note, kPieces ? read_part(shared.part) : -1, own, dv, 1.0f, k);
+      fence_async_proxy();  // the next rows come by the copy engine
+      shared.rows.release(0);
+    }
+    wait_for_earlier_kernel();  // whoever waits for this one waits for that one too
+  }
+};
+
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
+__global__ void __launch_bounds__(kThreads, 1) backward_deep_values(const __grid_constant__ BackwardParams p) {
+  using Kernel = BackwardDeepValues<T, kDepth, kValues, kGeneral, kPieces>;
+  using S = typename Kernel::S;
   extern __shared__ u8 raw[];
   __shared__ S shared;
-  const u32 rows = (shared_address(raw) + 1023) & ~1023u;
+  const u32 rows = stages_in(raw);
   make_deep_barriers(p, shared, rows + S::kCols);
-  if (threadIdx.x < 128) {
-    fewer_registers<S::kFetchRegisters>();
-    fetch_all_deep<false, kPieces>(p, shared, rows);
-    return;
-  }
-  more_registers<S::kRegisters>();
-  const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1, lane = static_cast<int>(threadIdx.x) % 32;
-  const int row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane / 4;
-  const u32 k = rows + warpgroup * 8192;
-  const u32 empty = shared_address(shared.empty), other_empty = shared_address(shared.other_empty);
-  Ring<1> items(0);
-  Ring<S::kStages> ring(0);
-  Ring<S::kOtherStages> behind(0);  // of the step whose probabilities are to be multiplied
-  for (;; items.next()) {
-    mbarrier::wait(shared_address(shared.row_full), items.parity);
-    const int4 note = read_note(shared.item);
-    if (note.x < 0) {
-      break;
-    }
-    const int own = own_token(p.walk, note.w, warpgroup);
-    float dv[kValues / 2], s[kStream / 2];
-    u32 left[kStream / 16][4];
-#pragma unroll
-    for (float& sum : dv) {
-      sum = 0.0f;
-    }
-    int kind = kWhole, used = -1, used_before = -1;
-    const auto begin_scores = [&] {
-      mbarrier::wait(shared_address(&shared.full[ring.stage]), ring.parity);
-      kind = read_note(shared.steps[ring.stage]).x;
-      wgmma::fence();
-      multiply_scores<T, kDepth, kStream>(s, k, S::kRowHalf, rows + S::kCols + ring.stage * S::kColTile, S::kColHalf);
-      wgmma::commit();
-      if constexpr (kGeneral) {
-        used_before = used;
-        used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[ring.stage] : 0, 0);
-        if (kind >= 0) {
-          prefetch_bits<kStream / 32>(p.walk.bits + kind, row);
-        }
-      }
-    };
-    const auto end_scores = [&] {
-      to_probabilities(s, shared.stats[ring.stage][0], p.scale_2);
-      cut_masked<kGeneral>(s, kind, shared.steps[ring.stage], p.walk.bits, row, 0.0f);
-      release_lane(empty, static_cast<int>(ring.stage));
-      ring.next();
-    };
-    const auto add_values = [&](int unused) {
-      const u32 d_o = rows + S::kOtherCols + behind.stage * S::kColTile;
-      mbarrier::wait(shared_address(&shared.other_full[behind.stage]), behind.parity);
-      if constexpr (kGeneral) {
-        if (unused >= 0) {
-          clear_unused<S::kValueHalves, kStream>(d_o, p.walk.used + unused);
-          join_cleared(1 + warpgroup);
-        }
-      }
-      wgmma::fence();
-      multiply_values<T, kValues, kStream>(dv, left, d_o, S::kColHalf);
-      wgmma::commit();
-    };
-    const auto end_values = [&] {
-      wgmma::wait<0>();
-      release(other_empty, static_cast<int>(behind.stage));
-      behind.next();
-    };
-    if (note.x > 0) {
-      begin_scores();
-      wgmma::wait<0>();
-      end_scores();
-      pack<T>(left, s);
-#pragma unroll 1
-      for (int n = 1; n < note.x; ++n) {
-        begin_scores();
-        add_values(used_before);
-        wgmma::wait<1>();
-        end_scores();
-        end_values();
-        pack<T>(left, s);
-      }
-      add_values(used);
-      end_values();
-    }
-    named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
-    store_gradient<T, kValues>(p, 0, p.value_depth, note, kPieces ? read_part(shared.part) : -1, own, dv, 1.0f, k);
-    fence_async_proxy();  // the next rows come by the copy engine
-    release(shared_address(shared.row_empty), 0);
-  }
-  wait_for_earlier_kernel();  // whoever waits for this one waits for that one too
+  run_warp_specialized(Kernel{p, shared, rows});
 }
 
 }  // namespace fretwork::attention_op::hopper

@@ -26,9 +26,11 @@ struct WholeShared {
   static constexpr u32 kQueries = kTiles.items * 2 * kRowTile, kOutputs = kQueries + kTiles.queries * kColTile,
                        kScoresAt = kOutputs + kTiles.outputs * kColTile, kSumsAt = kScoresAt + kTiles.scores * kScores;
   static constexpr u32 kFetchRegisters = kThird ? 32 : 24, kRegisters = kThird ? 208 : 240, kQueryRegisters = 64;
-  u64 row_full[kTiles.items], row_empty[kTiles.items], full[kTiles.queries], empty[kTiles.queries],
-      output_full[kTiles.outputs], output_empty[kTiles.outputs], scores_full[kTiles.scores],
-      scores_empty[kTiles.scores], sums_full[2], sums_empty[2];
+  RingBarriers<kTiles.items> rows;
+  RingBarriers<kTiles.queries> queries;
+  RingBarriers<kTiles.outputs> outputs;
+  RingBarriers<kTiles.scores> scores;
+  RingBarriers<2> sums;
   int items[kTiles.items];
   alignas(16) float stats[kTiles.queries][2][kStream];
 };
@@ -71,8 +73,8 @@ struct WholeTurn {
 /// Calls each(index of the item, its place) for all that this CTA does, as the one who fetches says.
 template <typename S, typename Each>
 __device__ __forceinline__ void whole_items(S& shared, Each each) {
-  for (Ring<S::kTiles.items> ring(0);; ring.next()) {
-    mbarrier::wait(shared_address(&shared.row_full[ring.stage]), ring.parity);
+  for (Consumer<S::kTiles.items> ring;; ring.next()) {
+    shared.rows.wait(ring);
     const int index = *const_cast<volatile int*>(&shared.items[ring.stage]);
     if (index < 0) {
       return;
@@ -95,12 +97,11 @@ __device__ __forceinline__ void whole_steps(const WholeParams& p, const WholeIte
 template <int kColumns>
 __device__ __forceinline__ void fetch_whole(const WholeParams& p, WholeShared<kColumns>& shared, u32 rows) {
   using S = WholeShared<kColumns>;
-  Ring<S::kTiles.queries> ring(1);
+  Producer<S::kTiles.queries> ring;
   fence_async_proxy_global();  // statistics were written by ordinary stores
-  for (Ring<S::kTiles.items> items(1);; items.next()) {
+  for (Producer<S::kTiles.items> items;; items.next()) {
     const int index = atomicAdd(p.taken, 1);
-    const u32 full = shared_address(&shared.row_full[items.stage]), k = rows + items.stage * 2 * S::kRowTile;
-    mbarrier::wait(shared_address(&shared.row_empty[items.stage]), items.parity);
+    const u32 full = shared.rows.acquire(items), k = rows + items.stage * 2 * S::kRowTile;
     if (index >= p.items) {
       shared.items[items.stage] = -1;
       mbarrier::arrive(full);
@@ -113,8 +114,7 @@ __device__ __forceinline__ void fetch_whole(const WholeParams& p, WholeShared<kC
     fetch<S::kHalves>(p.k, k, S::kRowHalf, full, place, item.batch, item.head);
     fetch<S::kHalves>(p.v, k + S::kRowTile, S::kRowHalf, full, place, item.batch, item.head);
     whole_steps(p, item, [&](const WholeTurn& turn) {
-      const u32 filled = shared_address(&shared.full[ring.stage]);
-      mbarrier::wait(shared_address(&shared.empty[ring.stage]), ring.parity);
+      const u32 filled = shared.queries.acquire(ring);
       mbarrier::arrive_expect(filled, (S::kApart ? 1 : 2) * S::kColTile + kStream * sizeof(RowStats));
       fetch<S::kHalves>(p.q, rows + S::kQueries + ring.stage * S::kColTile, S::kColHalf, filled,
                         {turn.col * kStream, 0, 0, 0}, item.batch, turn.head);
@@ -133,13 +133,12 @@ __device__ __forceinline__ void fetch_whole(const WholeParams& p, WholeShared<kC
 template <int kColumns>
 __device__ __forceinline__ void fetch_outputs(const WholeParams& p, WholeShared<kColumns>& shared, u32 rows) {
   using S = WholeShared<kColumns>;
-  Ring<S::kTiles.outputs> ring(1);
+  Producer<S::kTiles.outputs> ring;
   whole_items(shared, [&](int index, int place) {
     const WholeItem item(p, index);
-    mbarrier::arrive(shared_address(&shared.row_empty[place]));
+    shared.rows.release_lane(place);
     whole_steps(p, item, [&](const WholeTurn& turn) {
-      const u32 full = shared_address(&shared.output_full[ring.stage]);
-      mbarrier::wait(shared_address(&shared.output_empty[ring.stage]), ring.parity);
+      const u32 full = shared.outputs.acquire(ring);
       mbarrier::arrive_expect(full, S::kColTile);
       fetch<S::kHalves>(p.d_o, rows + S::kOutputs + ring.stage * S::kColTile, S::kColHalf, full,
                         {turn.col * kStream, 0, 0, 0}, item.batch, turn.head);
@@ -152,15 +151,15 @@ __device__ __forceinline__ void fetch_outputs(const WholeParams& p, WholeShared<
 template <int kColumns>
 __device__ __forceinline__ void add_in_turn(const WholeParams& p, WholeShared<kColumns>& shared, u32 rows, u32 which) {
   using S = WholeShared<kColumns>;
-  Ring<2> ring(0);
+  Consumer<2> ring;
   whole_items(shared, [&](int index, int place) {
     const WholeItem item(p, index);
-    mbarrier::arrive(shared_address(&shared.row_empty[place]));
+    shared.rows.release_lane(place);
     whole_steps(p, item, [&](const WholeTurn& turn) {
       if (ring.stage == which) {
         const u32 from = rows + S::kSumsAt + which * S::kSums;
         float* const to = p.sums + static_cast<i64>(turn.sum) * (S::kSums / 4);
-        mbarrier::wait(shared_address(&shared.sums_full[which]), ring.parity);
+        shared.sums.wait(ring);
         if (turn.before > 0) {
           while (load_acquire(p.turns + turn.sum) != turn.before) {
           }
@@ -171,7 +170,7 @@ __device__ __forceinline__ void add_in_turn(const WholeParams& p, WholeShared<kC
         }
         tma::store_commit();
         tma::store_wait_read<0>();
-        mbarrier::arrive(shared_address(&shared.sums_empty[which]));
+        shared.sums.release_lane(which);
         tma::store_wait();
         fence_async_proxy_global();
         store_release(p.turns + turn.sum, turn.before + 1);
@@ -191,7 +190,7 @@ __device__ __forceinline__ void put_sums(S& shared, u32 place, u32 to, const flo
                       __float_as_uint(dq[4 * j + 3])});
   }
   fence_async_proxy();
-  mbarrier::arrive(shared_address(&shared.sums_full[place]));
+  mbarrier::arrive(shared_address(&shared.sums.full[place]));
 }
 
 /// dq of 64 columns: kᵀ, from `keys` on, times dSᵀ of a step.
@@ -211,24 +210,24 @@ __device__ __forceinline__ void multiply_gradients(float (&dq)[kStream / 2], u32
 template <typename T>
 __device__ __forceinline__ void multiply_queries(const WholeParams& p, WholeShared<64>& shared, u32 rows) {
   using S = WholeShared<64>;
-  Ring<S::kTiles.scores> ring(0);
-  Ring<2> places(1);
+  Consumer<S::kTiles.scores> ring;
+  Producer<2> places;
   whole_items(shared, [&](int index, int place) {
 #pragma unroll 1
     for (int n = p.group * WholeItem(p, index).steps(p); n > 0; --n) {
       float dq[kStream / 2];
-      mbarrier::wait(shared_address(&shared.scores_full[ring.stage]), ring.parity);
+      shared.scores.wait(ring);
       wgmma::fence();
       multiply_gradients<T>(dq, rows + place * 2 * S::kRowTile, rows + S::kScoresAt + ring.stage * S::kScores);
       wgmma::commit();
-      mbarrier::wait(shared_address(&shared.sums_empty[places.stage]), places.parity);
+      shared.sums.acquire(places);
       wgmma::wait<0>();
-      release(shared_address(shared.scores_empty), static_cast<int>(ring.stage));
+      shared.scores.release(static_cast<int>(ring.stage));
       put_sums(shared, places.stage, rows + S::kSumsAt + places.stage * S::kSums, dq);
       ring.next();
       places.next();
     }
-    release(shared_address(shared.row_empty), place);
+    shared.rows.release(place);
   });
 }
 
@@ -265,10 +264,10 @@ __device__ __forceinline__ void multiply_keys(const WholeParams& p, WholeShared<
   using wgmma::Major;
   const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1, lane = static_cast<int>(threadIdx.x) % 32;
   const int warp_row = static_cast<int>(threadIdx.x) / 32 % 4 * 16;
-  Ring<S::kTiles.queries> ring(0);
-  Ring<S::kTiles.outputs> outputs(0);
-  Ring<S::kTiles.scores> places(0);
-  Ring<2> sums(1);
+  Consumer<S::kTiles.queries> ring;
+  Consumer<S::kTiles.outputs> outputs;
+  Consumer<S::kTiles.scores> places;  // both fills and reads them
+  Producer<2> sums;
   whole_items(shared, [&](int index, int place) {
     const u32 k = rows + place * 2 * S::kRowTile + warpgroup * 8192, v = k + S::kRowTile;
     float dk[kColumns / 2], dv[kColumns / 2], s[kStream / 2], dp[kStream / 2];
@@ -289,7 +288,7 @@ __device__ __forceinline__ void multiply_keys(const WholeParams& p, WholeShared<
       hidden = hide_keys<S>(p, of.batch, of.tile * kRows + warpgroup * 64, k);
       join_cleared(1 + warpgroup);
     }
-    mbarrier::wait(shared_address(&shared.full[ring.stage]), ring.parity);
+    shared.queries.wait(ring);
     ask(at(ring.stage));
     wgmma::wait<0>();
     const WholeItem item(p, index);
@@ -304,7 +303,7 @@ __device__ __forceinline__ void multiply_keys(const WholeParams& p, WholeShared<
         return *reinterpret_cast<const float2*>(&shared.stats[stage][which][8 * j + lane % 4 * 2]);
       };
       if constexpr (S::kApart) {
-        mbarrier::wait(shared_address(&shared.output_full[output]), outputs.parity);
+        shared.outputs.wait(outputs);
       }
       wgmma::fence();
       multiply_scores<T, kColumns, kStream>(dp, v, S::kRowHalf, d_o, S::kColHalf);
@@ -326,7 +325,7 @@ __device__ __forceinline__ void multiply_keys(const WholeParams& p, WholeShared<
       wgmma::commit();
       wgmma::wait<1>();  // for dP, and dk of the step before
       if constexpr (S::kThird) {
-        release(shared_address(shared.empty), before);
+        shared.queries.release(before);
         before = stage;
       }
       const auto to_gradients = [&]<bool kCut>() {  // what is not in the pattern stays 0 whatever dP is
@@ -345,7 +344,7 @@ __device__ __forceinline__ void multiply_keys(const WholeParams& p, WholeShared<
         to_gradients.template operator()<false>();
       }
       const u32 scores = rows + S::kScoresAt + places.stage * S::kScores, own = scores + warpgroup * 8192;
-      mbarrier::wait(shared_address(&shared.scores_empty[places.stage]), places.parity ^ 1);
+      shared.scores.acquire({places.stage, places.parity ^ 1});
       u32 left_too[kStream / 16][4];
       if constexpr (S::kThird) {
         pack<T>(left_too, s);
@@ -359,11 +358,11 @@ __device__ __forceinline__ void multiply_keys(const WholeParams& p, WholeShared<
         store_piece<T, false, 0>(s, own);
       }
       fence_async_proxy();
-      mbarrier::arrive(shared_address(&shared.scores_full[places.stage]));
+      mbarrier::arrive(shared_address(&shared.scores.full[places.stage]));
       ring.next();
       const auto ask_next = [&] {
         if (n > 1) {
-          mbarrier::wait(shared_address(&shared.full[ring.stage]), ring.parity);
+          shared.queries.wait(ring);
         }
         ask(n > 1 ? at(ring.stage) : q);  // the last is for nothing: the compiler must know what is under way
       };
@@ -384,16 +383,16 @@ __device__ __forceinline__ void multiply_keys(const WholeParams& p, WholeShared<
         }
         wgmma::commit();
         ask_next();
-        mbarrier::wait(shared_address(&shared.scores_full[places.stage]), places.parity);
+        shared.scores.wait(places);
         wgmma::fence();
         static_assert(S::kTiles.items == 1);  // so that k lies at `rows`
         multiply_gradients<T>(dp, rows + warpgroup * S::kRowHalf, scores);
         wgmma::commit();
-        mbarrier::wait(shared_address(&shared.sums_empty[sums.stage]), sums.parity);
+        shared.sums.acquire(sums);
         wgmma::wait<0>();
-        release(shared_address(shared.empty), stage);
-        release(shared_address(shared.output_empty), output);
-        release(shared_address(shared.scores_empty), static_cast<int>(places.stage));
+        shared.queries.release(stage);
+        shared.outputs.release(output);
+        shared.scores.release(static_cast<int>(places.stage));
         put_sums(shared, sums.stage, rows + S::kSumsAt + sums.stage * S::kSums + warpgroup * (S::kSums / 2), dp);
         outputs.next();
         sums.next();
@@ -401,7 +400,7 @@ __device__ __forceinline__ void multiply_keys(const WholeParams& p, WholeShared<
       places.next();
     }
     wgmma::wait<0>();
-    release(shared_address(shared.empty), before);
+    shared.queries.release(before);
     const int own = item.tile * kRows + warpgroup * 64 + warp_row + lane % 16;
     const int4 note{0, item.batch, item.head, item.tile};
     named_barrier(1 + warpgroup, 128);  // no one reads this half of v any more
@@ -409,7 +408,7 @@ __device__ __forceinline__ void multiply_keys(const WholeParams& p, WholeShared<
     __syncwarp();
     store_lines<T, kColumns>(p.d_k, p.depth, 0, note, own, dk, p.scale, v);
     fence_async_proxy();  // the next rows come by the copy engine
-    release(shared_address(shared.row_empty), place);
+    shared.rows.release(place);
   });
 }
 
@@ -420,14 +419,16 @@ __global__ void __launch_bounds__(whole_tiles(kColumns).threads, 1)
   using S = WholeShared<kColumns>;
   extern __shared__ u8 raw[];
   __shared__ S shared;
-  const u32 rows = (shared_address(raw) + 1023) & ~1023u;
-  init_ring(shared.row_full, shared.row_empty, S::kTiles.items, 1, 8 + (S::kThird ? 4 : 0) + (S::kApart ? 3 : 2));
-  init_ring(shared.full, shared.empty, S::kTiles.queries, 1, 8);
-  init_ring(shared.output_full, shared.output_empty, S::kTiles.outputs, 1, 8);
-  init_ring(shared.scores_full, shared.scores_empty, S::kTiles.scores, 256, S::kThird ? 4 : 8);
-  init_ring(shared.sums_full, shared.sums_empty, 2, S::kThird ? 128 : 256, 1);
+  const u32 rows = stages_in(raw);
+  init_barriers([&] {
+    shared.rows.make(1, 8 + (S::kThird ? 4 : 0) + (S::kApart ? 3 : 2));
+    shared.queries.make(1, 8);
+    shared.outputs.make(1, 8);
+    shared.scores.make(256, S::kThird ? 4 : 8);
+    shared.sums.make(S::kThird ? 128 : 256, 1);
+  });
   wait_for_earlier_kernel();
-  const u32 warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32;
+  const u32 warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32;  // three roles: not run_warp_specialized
   if (warpgroup == 0) {
     fewer_registers<S::kFetchRegisters>();
     if (threadIdx.x == 0) {

@@ -16,7 +16,8 @@ struct ForwardShared {
   static constexpr u32 kRowHalf = kRows * 128, kRowTile = kRowHalf * (kHalves > kValueHalves ? kHalves : kValueHalves);
   static constexpr u32 kColHalf = kCols * 128, kKeyTile = kHalves * kColHalf, kValueTile = kValueHalves * kColHalf;
   static constexpr bool kAhead = kDepth == 64 && kValues == 64;  ///< registers have room for two steps
-  u64 q_full[kItems], q_empty[kItems], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+  RingBarriers<kItems> q;
+  RingBarriers<kStages> k, v;
   int4 items[kItems], steps[kStages];
   int used[kStages], parts[kItems];
 };
@@ -28,8 +29,8 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
   using S = ForwardShared<kDepth, kValues>;
   constexpr int kHalves = S::kHalves;
   const Walk& walk = p.walk;
-  Ring<S::kItems> items(1);
-  Ring<S::kStages> ring(1);
+  Producer<S::kItems> items;
+  Producer<S::kStages> at;
   const u32 row_bytes = kHalves * 128 * walk.row_places, key_bytes = kHalves * 128 * walk.col_places;
   const u32 value_bytes = S::kValueHalves * 128 * walk.col_places;
   const int end = __ldg(walk.share + blockIdx.x + 1);
@@ -38,8 +39,7 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
     const int4 item = record(walk.items, i);
     const int4 place = record(walk.row_tiles, item.x);
     int first = __ldg(walk.first + item.x), last = __ldg(walk.first + item.x + 1), skip = 0, left = item.w;
-    mbarrier::wait(shared_address(&shared.q_empty[items.stage]), items.parity);
-    const u32 q_full = shared_address(&shared.q_full[items.stage]);
+    const u32 q_full = shared.q.acquire(items);
     shared.items[items.stage] = {item.w, item.y, item.z, item.x};
     if constexpr (kPieces) {
       const int4 piece = record(p.pieces, i);
@@ -68,23 +68,21 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
           continue;
         }
         const int4 tile = record(walk.col_tiles, run.x + n);
-        mbarrier::wait(shared_address(&shared.k_empty[ring.stage]), ring.parity);
-        const u32 k_full = shared_address(&shared.k_full[ring.stage]);
-        shared.steps[ring.stage] = mask_of(walk, r);
-        shared.used[ring.stage] = used_of<true>(walk, item.y, run.x + n);
+        const u32 k_full = shared.k.acquire(at);
+        shared.steps[at.stage] = mask_of(walk, r);
+        shared.used[at.stage] = used_of<true>(walk, item.y, run.x + n);
         mbarrier::arrive_expect(k_full, key_bytes);
-        fetch<kHalves>(p.k, k + ring.stage * S::kKeyTile, S::kColHalf, k_full, tile, item.y, kv_head);
-        mbarrier::wait(shared_address(&shared.v_empty[ring.stage]), ring.parity);
-        const u32 v_full = shared_address(&shared.v_full[ring.stage]);
+        fetch<kHalves>(p.k, k + at.stage * S::kKeyTile, S::kColHalf, k_full, tile, item.y, kv_head);
+        const u32 v_full = shared.v.acquire(at);
         mbarrier::arrive_expect(v_full, value_bytes);
-        fetch<S::kValueHalves>(p.v, v + ring.stage * S::kValueTile, S::kColHalf, v_full, tile, item.y, kv_head);
-        ring.next();
+        fetch<S::kValueHalves>(p.v, v + at.stage * S::kValueTile, S::kColHalf, v_full, tile, item.y, kv_head);
+        at.next();
       }
     }
   }
-  mbarrier::wait(shared_address(&shared.q_empty[items.stage]), items.parity);
+  const u32 end_full = shared.q.acquire(items);
   shared.items[items.stage] = {-1, 0, 0, 0};
-  mbarrier::arrive(shared_address(&shared.q_full[items.stage]));
+  mbarrier::arrive(end_full);
 }
 
 /// The softmax of a thread's two rows so far: largest score, and the sum of exponents relative to it.
@@ -270,187 +268,198 @@ __device__ __forceinline__ void store_part(const ForwardParams& p, int part, int
 /// kGeneral: there are masks of bits, or keys that nothing uses. kPieces: items may be pieces of tiles, and heads may
 /// share tiles.
 template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
-__global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ ForwardParams p) {
+struct Forward {
   using S = ForwardShared<kDepth, kValues>;
-  extern __shared__ u8 raw[];
-  __shared__ S shared;
-  constexpr int kCols = S::kCols;
-  const u32 q = (shared_address(raw) + 1023) & ~1023u;
-  const u32 k = q + S::kItems * S::kRowTile, v = k + S::kStages * S::kKeyTile;
-  clear_unplaced(k, S::kStages * (S::kHalves + S::kValueHalves), kCols, p.walk.col_places);
-  init_ring(shared.q_full, shared.q_empty, S::kItems, 1, 8);
-  init_ring(shared.k_full, shared.k_empty, S::kStages, 1, 8);
-  init_ring(shared.v_full, shared.v_empty, S::kStages, 1, 8);
-  begin_after_earlier_kernel();
-  if (threadIdx.x < 128) {
-    fewer_registers<24>();
+  static constexpr Roles kRoles{.consumers = 2, .producer_registers = 24, .consumer_registers = 240};
+  const ForwardParams& p;
+  S& shared;
+  u32 q, k, v;  ///< tiles
+
+  __device__ __forceinline__ void produce() const {
     if (threadIdx.x == 0) {
       tma::prefetch(&p.q.map);
       tma::prefetch(&p.k.map);
       tma::prefetch(&p.v.map);
       forward_fetch<kGeneral, kPieces>(p, shared, q, k, v);
     }
-    return;
   }
-  more_registers<240>();
-  const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
-  const int row = head_row<kPieces>(p, warpgroup);
-  const u32 k_empty = shared_address(shared.k_empty), v_empty = shared_address(shared.v_empty);
-  Ring<S::kItems> items(0);
-  Ring<S::kStages> ring(0), behind(0);  // `behind` is the step whose values are to be added
-  for (;; items.next()) {
-    mbarrier::wait(shared_address(&shared.q_full[items.stage]), items.parity);
-    const int4 note = read_note(shared.items[items.stage]);
-    if (note.x < 0) {
-      break;
-    }
-    const u32 own = q + items.stage * S::kRowTile + warpgroup * 8192;
-    const int token = token_of<kPieces>(p, note, warpgroup);
-    if (p.merge != 0) {
-      prefetch_row<T, kValues>(p, note.y, head_of<kPieces>(p, note, warpgroup), token);
-    }
-    float o[kValues / 2], s[kCols / 2];
-    u32 probabilities[kCols / 16][4];
-    RunningRows rows{{-infinity(), -infinity()}, {0.0f, 0.0f}};
+
+  __device__ __forceinline__ void consume() const {
+    const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
+    constexpr int kCols = S::kCols;
+    const int row = head_row<kPieces>(p, warpgroup);
+    Consumer<S::kItems> items;
+    Consumer<S::kStages> at, behind;  // `behind` is the step whose values are to be added
+    for (;; items.next()) {
+      shared.q.wait(items);
+      const int4 note = read_note(shared.items[items.stage]);
+      if (note.x < 0) {
+        break;
+      }
+      const u32 own = q + items.stage * S::kRowTile + warpgroup * 8192;
+      const int token = token_of<kPieces>(p, note, warpgroup);
+      if (p.merge != 0) {
+        prefetch_row<T, kValues>(p, note.y, head_of<kPieces>(p, note, warpgroup), token);
+      }
+      float o[kValues / 2], s[kCols / 2];
+      u32 probabilities[kCols / 16][4];
+      RunningRows rows{{-infinity(), -infinity()}, {0.0f, 0.0f}};
 #pragma unroll
-    for (float& sum : o) {
-      sum = 0.0f;
-    }
-    // Where no products are under way: a branch between them makes the compiler put exponents there, too, so that the
-    // tensor cores wait.
-    int used = -1;
-    const auto clear_values = [&] {
-      if constexpr (kGeneral) {
-        if (used >= 0) {
-          mbarrier::wait(shared_address(&shared.v_full[behind.stage]), behind.parity);
-          clear_unused<S::kValueHalves, kCols>(v + behind.stage * S::kValueTile, p.walk.used + used);
-          join_cleared(1 + warpgroup);
-        }
+      for (float& sum : o) {
+        sum = 0.0f;
       }
-    };
-    const auto add_values = [&] {
-      mbarrier::wait(shared_address(&shared.v_full[behind.stage]), behind.parity);
-      wgmma::fence();
-      multiply_values<T, kValues, kCols>(o, probabilities, v + behind.stage * S::kValueTile, S::kColHalf);
-      wgmma::commit();
-    };
-    const auto values_added = [&](const float(&correction)[2]) {
-      release(v_empty, static_cast<int>(behind.stage));
-      behind.next();
-      if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
-#pragma unroll
-        for (int i = 0; i < kValues / 2; ++i) {
-          o[i] *= correction[i / 2 % 2];
-        }
-      }
-    };
-    if constexpr (S::kAhead) {
-      float x[kCols / 2];
-      const u32 left = uniform(own);
-      const auto ask = [&] {
-        mbarrier::wait(shared_address(&shared.k_full[ring.stage]), ring.parity);
-        wgmma::fence();
-        multiply_scores<T, kDepth, kCols>(s, left, S::kRowHalf, k + ring.stage * S::kKeyTile, S::kColHalf);
-        wgmma::commit();
-      };
-      const auto step = [&]<bool kFirst, bool kLast>() {
-        const int kind = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? shared.steps[ring.stage].x : 0, 0);
-        int used_now = -1;
+      // Where no products are under way: a branch between them makes the compiler put exponents there, too, so that the
+      // tensor cores wait.
+      int used = -1;
+      const auto clear_values = [&] {
         if constexpr (kGeneral) {
-          used_now = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? shared.used[ring.stage] : 0, 0);
-        }
-        if constexpr (!kFirst) {
-          clear_values();
-        }
-        cut_masked<kGeneral>(s, kind, shared.steps[ring.stage], p.walk.bits, row, -infinity());
-        if (kGeneral && used_now >= 0) {
-          cut_columns(s, p.walk.used + used_now, -infinity());
-        }
-        release(k_empty, static_cast<int>(ring.stage));
-        ring.next();
-        float correction[2];
-        rows.shift(s, x, p.scale, correction);
-        if constexpr (!kLast) {
-          ask();
-        }
-        exp2_of<0, kCols / 4>(x);
-        if constexpr (!kFirst) {
-          add_values();
-        }
-        exp2_of<kCols / 4, kCols / 2>(x);
-        rows.add_up(x);
-        wgmma::wait<0>();
-        if constexpr (!kFirst) {
-          values_added(correction);
-        }
-        pack<T>(probabilities, x);
-        used = used_now;
-      };
-      if (note.x > 0) {
-        ask();
-        wgmma::wait<0>();
-        each_step(note.x, step);
-      }
-    } else {
-#pragma unroll 1
-      for (int n = 0; n < note.x; ++n, ring.next()) {
-        clear_values();
-        mbarrier::wait(shared_address(&shared.k_full[ring.stage]), ring.parity);
-        const int4 mask = read_note(shared.steps[ring.stage]);
-        wgmma::fence();
-        multiply_scores<T, kDepth, kCols>(s, own, S::kRowHalf, k + ring.stage * S::kKeyTile, S::kColHalf);
-        wgmma::commit();
-        RowBits<kCols / 32> bits;
-        int used_now = -1;
-        if constexpr (kGeneral) {
-          used_now = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? shared.used[ring.stage] : 0, 0);
-          if (mask.x >= 0) {
-            bits.load(p.walk.bits + mask.x, row);
+          if (used >= 0) {
+            shared.v.wait(behind);
+            clear_unused<S::kValueHalves, kCols>(v + behind.stage * S::kValueTile, p.walk.used + used);
+            join_cleared(1 + warpgroup);
           }
         }
-        if (n > 0) {
-          add_values();
-          wgmma::wait<1>();
-        } else {
+      };
+      const auto add_values = [&] {
+        shared.v.wait(behind);
+        wgmma::fence();
+        multiply_values<T, kValues, kCols>(o, probabilities, v + behind.stage * S::kValueTile, S::kColHalf);
+        wgmma::commit();
+      };
+      const auto values_added = [&](const float(&correction)[2]) {
+        shared.v.release(static_cast<int>(behind.stage));
+        behind.next();
+        if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
+#pragma unroll
+          for (int i = 0; i < kValues / 2; ++i) {
+            o[i] *= correction[i / 2 % 2];
+          }
+        }
+      };
+      if constexpr (S::kAhead) {
+        float x[kCols / 2];
+        const u32 left = uniform(own);
+        const auto ask = [&] {
+          shared.k.wait(at);
+          wgmma::fence();
+          multiply_scores<T, kDepth, kCols>(s, left, S::kRowHalf, k + at.stage * S::kKeyTile, S::kColHalf);
+          wgmma::commit();
+        };
+        const auto step = [&]<bool kFirst, bool kLast>() {
+          const int kind = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? shared.steps[at.stage].x : 0, 0);
+          int used_now = -1;
+          if constexpr (kGeneral) {
+            used_now = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? shared.used[at.stage] : 0, 0);
+          }
+          if constexpr (!kFirst) {
+            clear_values();
+          }
+          cut_masked<kGeneral>(s, kind, shared.steps[at.stage], p.walk.bits, row, -infinity());
+          if (kGeneral && used_now >= 0) {
+            cut_columns(s, p.walk.used + used_now, -infinity());
+          }
+          shared.k.release(static_cast<int>(at.stage));
+          at.next();
+          float correction[2];
+          rows.shift(s, x, p.scale, correction);
+          if constexpr (!kLast) {
+            ask();
+          }
+          exp2_of<0, kCols / 4>(x);
+          if constexpr (!kFirst) {
+            add_values();
+          }
+          exp2_of<kCols / 4, kCols / 2>(x);
+          rows.add_up(x);
           wgmma::wait<0>();
-        }
-        release(k_empty, static_cast<int>(ring.stage));
-        if (kGeneral && mask.x >= 0) {
-          bits.cut(s, -infinity());
-        } else if (mask.x == kBand) {
-          cut_band(s, mask, row, -infinity());
-        }
-        if (kGeneral && used_now >= 0) {
-          cut_columns(s, p.walk.used + used_now, -infinity());
-        }
-        float correction[2];
-        rows.shift(s, s, p.scale, correction);
-        exp2_of<0, kCols / 2>(s);
-        rows.add_up(s);
-        if (n > 0) {
+          if constexpr (!kFirst) {
+            values_added(correction);
+          }
+          pack<T>(probabilities, x);
+          used = used_now;
+        };
+        if (note.x > 0) {
+          ask();
           wgmma::wait<0>();
-          values_added(correction);
+          each_step(note.x, step);
         }
-        pack<T>(probabilities, s);
-        used = used_now;
+      } else {
+#pragma unroll 1
+        for (int n = 0; n < note.x; ++n, at.next()) {
+          clear_values();
+          shared.k.wait(at);
+          const int4 mask = read_note(shared.steps[at.stage]);
+          wgmma::fence();
+          multiply_scores<T, kDepth, kCols>(s, own, S::kRowHalf, k + at.stage * S::kKeyTile, S::kColHalf);
+          wgmma::commit();
+          RowBits<kCols / 32> bits;
+          int used_now = -1;
+          if constexpr (kGeneral) {
+            used_now = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? shared.used[at.stage] : 0, 0);
+            if (mask.x >= 0) {
+              bits.load(p.walk.bits + mask.x, row);
+            }
+          }
+          if (n > 0) {
+            add_values();
+            wgmma::wait<1>();
+          } else {
+            wgmma::wait<0>();
+          }
+          shared.k.release(static_cast<int>(at.stage));
+          if (kGeneral && mask.x >= 0) {
+            bits.cut(s, -infinity());
+          } else if (mask.x == kBand) {
+            cut_band(s, mask, row, -infinity());
+          }
+          if (kGeneral && used_now >= 0) {
+            cut_columns(s, p.walk.used + used_now, -infinity());
+          }
+          float correction[2];
+          rows.shift(s, s, p.scale, correction);
+          exp2_of<0, kCols / 2>(s);
+          rows.add_up(s);
+          if (n > 0) {
+            wgmma::wait<0>();
+            values_added(correction);
+          }
+          pack<T>(probabilities, s);
+          used = used_now;
+        }
       }
+      if (note.x > 0) {
+        clear_values();
+        add_values();
+        wgmma::wait<0>();
+        shared.v.release(static_cast<int>(behind.stage));
+        behind.next();
+      }
+      named_barrier(1 + warpgroup, 128);  // no one reads this half of q any more
+      if (const int part = kPieces ? read_part(shared.parts[items.stage]) : -1; part >= 0) {
+        store_part<kValues>(p, part, tile_row(warpgroup), o, rows);
+      } else {
+        store_rows<T, kValues>(p, note.y, head_of<kPieces>(p, note, warpgroup), token, o, rows, own, S::kRowHalf);
+      }
+      fence_async_proxy();  // the next q comes by the copy engine
+      shared.q.release(static_cast<int>(items.stage));
     }
-    if (note.x > 0) {
-      clear_values();
-      add_values();
-      wgmma::wait<0>();
-      release(v_empty, static_cast<int>(behind.stage));
-      behind.next();
-    }
-    named_barrier(1 + warpgroup, 128);  // no one reads this half of q any more
-    if (const int part = kPieces ? read_part(shared.parts[items.stage]) : -1; part >= 0) {
-      store_part<kValues>(p, part, tile_row(warpgroup), o, rows);
-    } else {
-      store_rows<T, kValues>(p, note.y, head_of<kPieces>(p, note, warpgroup), token, o, rows, own, S::kRowHalf);
-    }
-    fence_async_proxy();  // the next q comes by the copy engine
-    release(shared_address(shared.q_empty), static_cast<int>(items.stage));
   }
+};
+
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
+__global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ ForwardParams p) {
+  using S = ForwardShared<kDepth, kValues>;
+  extern __shared__ u8 raw[];
+  __shared__ S shared;
+  const u32 q = stages_in(raw), k = q + S::kItems * S::kRowTile, v = k + S::kStages * S::kKeyTile;
+  clear_unplaced(k, S::kStages * (S::kHalves + S::kValueHalves), S::kCols, p.walk.col_places);
+  init_barriers([&] {
+    shared.q.make(1, 8);
+    shared.k.make(1, 8);
+    shared.v.make(1, 8);
+  });
+  begin_after_earlier_kernel();
+  run_warp_specialized(Forward<T, kDepth, kValues, kGeneral, kPieces>{p, shared, q, k, v});
 }
 
 /// o = 0 and lse = −∞, one warp for each row.

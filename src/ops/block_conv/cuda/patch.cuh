@@ -12,11 +12,12 @@
 
 namespace fretwork::block_conv {
 
-struct PatchBarriers {
-  u64 full[2][kMostBlockStages], empty[2][kMostBlockStages];
-  u64 patch_full[kMostPatches], patch_empty[kMostPatches];
-  u64 turn_full[kTurnStages], turn_empty[kTurnStages], listed[2];
-  u32 words[2][kMostBlockStages][4];
+struct PatchShared {
+  RingBarriers<kMostBlockStages> blocks[2];  ///< of each consumer warpgroup
+  RingBarriers<kMostPatches> patches;
+  RingBarriers<kTurnStages> pieces;
+  u64 listed[2];                      ///< tables of a tile
+  u32 words[2][kMostBlockStages][4];  ///< where the steps of a stage of blocks read
 };
 
 /// How NCHW pieces are transposed into the patch of a tile; the same for all channels. Column c of 16 bytes of a patch
@@ -35,17 +36,6 @@ struct Patch {
   static constexpr int kSteps = 64 / kBlock, kBlocks = 64 / kBlock, kStride = 1 + kBlocks;
   static constexpr int kLine = 2 * kBlock;  ///< bytes of a swizzled row
   static constexpr u32 kStepBytes = 64 * kLine, kBlockBytes = kBlock * kLine;
-};
-
-/// A position in the ring of patches, whose length is a launch parameter.
-struct PatchRing {
-  u32 parity, stage = 0;
-  __device__ __forceinline__ void next(const PatchParams& p) {
-    if (++stage == static_cast<u32>(p.patch_count)) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
 };
 
 /// Place (u, v) of image n; a pixel of the result if u and v are inside it.
@@ -80,19 +70,18 @@ __device__ __forceinline__ int first_place(const PatchParams& p, int index) {
   return n * p.line.image + u * p.line.row + rest - u * p.width;
 }
 
-/// Loads the patches of a tile; one thread.
-__device__ __forceinline__ void fetch_patches(const PatchParams& p, int index, int first, PatchBarriers& barriers,
-                                              u32 base, PatchRing& ring) {
+/// Loads the patches of a tile; one thread. The length of their ring is a launch parameter.
+__device__ __forceinline__ void fetch_patches(const PatchParams& p, int index, int first, PatchShared& shared, u32 base,
+                                              Producer<0>& at) {
   const PatchSegment& s = p.segments[index % p.segment_count];
-  for (int i = 0; i < s.patch_count; ++i, ring.next(p)) {
+  for (int i = 0; i < s.patch_count; ++i, at.next(p.patch_count)) {
     const int channel = __ldg(p.channels + s.patches + i) * kPatchChannels;
-    const u32 full = shared_address(&barriers.patch_full[ring.stage]);
-    mbarrier::wait(shared_address(&barriers.patch_empty[ring.stage]), ring.parity);
+    const u32 full = shared.patches.acquire(at);
     mbarrier::arrive_expect(full, patch_places(p) * 128);
     for (int column = 0; column < p.patch_columns; ++column) {
-      const Place at = place_at(p.line, first + column * p.column_places);
-      tma::load_pixels(base + ring.stage * p.patch_stride + column * p.column_places * 128, &p.image, full, channel,
-                       at.v + p.line.first_w, at.u + p.line.first_h, at.n, 0, 0);
+      const Place place = place_at(p.line, first + column * p.column_places);
+      tma::load_pixels(base + at.stage * p.patch_stride + column * p.column_places * 128, &p.image, full, channel,
+                       place.v + p.line.first_w, place.u + p.line.first_h, place.n, 0, 0);
     }
   }
 }
@@ -126,19 +115,18 @@ struct Pieces {
 };
 
 /// Loads the NCHW pieces of a tile; one thread.
-__device__ __forceinline__ void fetch_pieces(const PatchParams& p, int index, int first, PatchBarriers& barriers,
-                                             u32 pieces, Ring<kTurnStages>& ring) {
+__device__ __forceinline__ void fetch_pieces(const PatchParams& p, int index, int first, PatchShared& shared,
+                                             u32 pieces, Producer<kTurnStages>& at) {
   const PatchSegment& s = p.segments[index % p.segment_count];
   const Pieces all(p, first);
   for (int i = 0; i < s.patch_count; ++i) {
     const int channel = __ldg(p.channels + s.patches + i) * kPatchChannels;
     for (int n = all.n; n <= all.last; ++n) {
       const int to = n == all.last ? all.to : p.in_width * p.in_height;
-      for (int pixel = n == all.n ? all.start : 0; pixel < to; pixel += 64, ring.next()) {
-        const u32 full = shared_address(&barriers.turn_full[ring.stage]);
-        mbarrier::wait(shared_address(&barriers.turn_empty[ring.stage]), ring.parity);
+      for (int pixel = n == all.n ? all.start : 0; pixel < to; pixel += 64, at.next()) {
+        const u32 full = shared.pieces.acquire(at);
         mbarrier::arrive_expect(full, kTurnBytes);
-        tma::load(pieces + ring.stage * kTurnBytes, &p.image, full, pixel, channel, n, 0);
+        tma::load(pieces + at.stage * kTurnBytes, &p.image, full, pixel, channel, n, 0);
       }
     }
   }
@@ -183,9 +171,9 @@ __device__ __forceinline__ void list_turns(const PatchParams& p, int first, Turn
 struct Turner {
   u32 base, pieces, half;
   const TurnTable* tables;
-  PatchRing ring{1};
-  Ring<kTurnStages> turns{0};
-  Ring<2> lists{0};
+  Producer<0> patches;
+  Consumer<kTurnStages> turns;
+  Consumer<2> lists;
 
   /// Transposes half a piece. `rows` has the table entries of pixels lane % 8 + 8 · i.
   __device__ __forceinline__ void turn(u32 piece, u32 patch, uint2 rows) const {
@@ -204,14 +192,13 @@ struct Turner {
       wgmma::store_pieces(to[n / 2] ^ n % 2 * 64, r[n][0], r[n][1], r[n][2], r[n][3]);
     }
   }
-  __device__ __forceinline__ void run(const PatchParams& p, int index, PatchBarriers& barriers) {
-    const int patches = p.segments[index % p.segment_count].patch_count;
-    if (patches == 0) {
+  __device__ __forceinline__ void run(const PatchParams& p, int index, PatchShared& shared) {
+    const int patch_count = p.segments[index % p.segment_count].patch_count;
+    if (patch_count == 0) {
       return;
     }
-    const u32 full = shared_address(barriers.turn_full), empty = shared_address(barriers.turn_empty);
     const u32 lane = threadIdx.x % 32;
-    mbarrier::wait(shared_address(&barriers.listed[lists.stage]), lists.parity);
+    mbarrier::wait(shared_address(&shared.listed[lists.stage]), lists.parity);
     const TurnTable& table = tables[lists.stage];
     const u16* const rows = table.rows[0] + half * 32 + lane % 8 * 4;
     const int count = table.count;
@@ -219,9 +206,8 @@ struct Turner {
     for (u32 i = 0, place = half * 32; place < static_cast<u32>(patch_places(p)); ++i, place += 64) {
       margin |= (table.margin[place / 32] >> lane & 1) << i;
     }
-    for (int i = 0; i < patches; ++i, ring.next(p)) {
-      const u32 patch = base + ring.stage * p.patch_stride;
-      mbarrier::wait(shared_address(&barriers.patch_empty[ring.stage]), ring.parity);
+    for (int i = 0; i < patch_count; ++i, patches.next(p.patch_count)) {
+      const u32 patch = base + patches.stage * p.patch_stride, full = shared.patches.acquire(patches);
       for (u32 left = margin; left != 0; left &= left - 1) {
         const u32 place = (__ffs(static_cast<int>(left)) - 1) * 64 + half * 32 + lane;
         for (u32 unit = 0; unit < 8; ++unit) {
@@ -232,12 +218,15 @@ struct Turner {
       for (int piece = 0; piece < count; ++piece, turns.next()) {
         const uint2 now = next;
         next = *reinterpret_cast<const uint2*>(rows + min(piece + 1, count - 1) * 64);
-        mbarrier::wait(full + 8 * turns.stage, turns.parity);
+        shared.pieces.wait(turns);
         turn(pieces + turns.stage * kTurnBytes, patch, now);
-        release(empty, static_cast<int>(turns.stage));
+        shared.pieces.release(static_cast<int>(turns.stage));
       }
       fence_async_proxy();
-      release(shared_address(barriers.patch_full), static_cast<int>(ring.stage));
+      __syncwarp();
+      if (lane == 0) {
+        mbarrier::arrive(full);
+      }
     }
     lists.next();
   }
@@ -267,12 +256,13 @@ struct StepWalk {
 /// stage, and the halves advance independently. An absent block is a box outside the tensor, which TMA fills with
 /// zeros.
 template <int kBlock, int kStages>
-__device__ __forceinline__ void fetch_blocks(const PatchParams& p, PatchBarriers& barriers, u32 blocks) {
+__device__ __forceinline__ void fetch_blocks(const PatchParams& p, PatchShared& shared, u32 blocks) {
   using P = Patch<kBlock>;
   const int warpgroup = static_cast<int>(threadIdx.x) % 32 / 16, lane = static_cast<int>(threadIdx.x) % 16;
   const int step = lane / P::kBlocks, row = lane % P::kBlocks;
   const bool used = lane < P::kSteps * P::kBlocks;
-  Ring<kStages> ring(1);
+  RingBarriers<kMostBlockStages>& ring = shared.blocks[warpgroup];
+  Producer<kStages> at;
   StepWalk walk;
   bool more = walk.find(p, warpgroup);
   while (__any_sync(~0u, more)) {
@@ -282,16 +272,16 @@ __device__ __forceinline__ void fetch_blocks(const PatchParams& p, PatchBarriers
     const u32 where = mine ? static_cast<u32>(__ldg(from)) : ~0u;
     bool ready;
     do {
-      ready = more && mbarrier::test(shared_address(&barriers.empty[warpgroup][ring.stage]), ring.parity);
+      ready = more && ring.is_free(at);
       ready = __shfl_sync(~0u, static_cast<int>(ready), warpgroup * 16) != 0;
     } while (!__any_sync(~0u, ready));
     if (ready) {
-      const u32 full = shared_address(&barriers.full[warpgroup][ring.stage]), half = 0xffffu << 16 * warpgroup;
+      const u32 full = shared_address(&ring.full[at.stage]), half = 0xffffu << 16 * warpgroup;
 #pragma unroll
       for (int i = 0; i < P::kSteps; ++i) {  // by the lane that waited for the stage
         const u32 word = __shfl_sync(half, where, warpgroup * 16 + i * P::kBlocks);
         if (lane == 0) {
-          barriers.words[warpgroup][ring.stage][i] = word;
+          shared.words[warpgroup][at.stage][i] = word;
         }
       }
       __syncwarp(half);
@@ -300,12 +290,12 @@ __device__ __forceinline__ void fetch_blocks(const PatchParams& p, PatchBarriers
       }
       __syncwarp(half);
       if (mine) {
-        const u32 to = blocks + (warpgroup * kStages + ring.stage) * kBlockStageBytes + step * P::kStepBytes +
-                       row * P::kBlockBytes;
+        const u32 to =
+            blocks + (warpgroup * kStages + at.stage) * kBlockStageBytes + step * P::kStepBytes + row * P::kBlockBytes;
         tma::load(to, &p.sparse, full, 0, 0, block >= 0 ? block * p.sparse_block : p.block_count, 0);
       }
       walk.at += P::kSteps;
-      ring.next();
+      at.next();
       more = walk.find(p, warpgroup);
     }
     __syncwarp();
@@ -315,21 +305,21 @@ __device__ __forceinline__ void fetch_blocks(const PatchParams& p, PatchBarriers
 /// The position of one warpgroup in the patches of a segment. It waits for every patch before it releases it, even for
 /// those it does not need. Otherwise the release would count for the previous use of that buffer.
 struct PatchWalk {
+  Consumer<0>& patches;
   int at = 0;
   bool here = false;  ///< patch `at` has arrived
 
   /// Releases patches up to `wanted`. No product that reads them may be in flight.
-  __device__ __forceinline__ void release_to(int wanted, const PatchParams& p, PatchBarriers& barriers,
-                                             PatchRing& ring) {
-    for (; at < wanted; ++at, ring.next(p)) {
-      wait(barriers, ring);
-      release(shared_address(barriers.patch_empty), static_cast<int>(ring.stage));
+  __device__ __forceinline__ void release_to(int wanted, const PatchParams& p, PatchShared& shared) {
+    for (; at < wanted; ++at, patches.next(p.patch_count)) {
+      wait(shared);
+      shared.patches.release(static_cast<int>(patches.stage));
       here = false;
     }
   }
-  __device__ __forceinline__ void wait(PatchBarriers& barriers, const PatchRing& ring) {
+  __device__ __forceinline__ void wait(PatchShared& shared) {
     if (!here) {
-      mbarrier::wait(shared_address(&barriers.patch_full[ring.stage]), ring.parity);
+      shared.patches.wait(patches);
       here = true;
     }
   }
@@ -338,23 +328,18 @@ struct PatchWalk {
 /// Multiplies the steps of one warpgroup. A patch is released when all products that read it are done.
 template <typename T, int kBlock, bool kSparseK, int kStages>
 __device__ __forceinline__ void patch_multiply(float (&d)[128], const PatchParams& p, const PatchSegment& s,
-                                               PatchBarriers& barriers, u32 base, u32 blocks, Ring<kStages>& ring,
-                                               PatchRing& patches, int warpgroup) {
+                                               PatchShared& shared, u32 base, u32 blocks, Consumer<kStages>& at,
+                                               Consumer<0>& patches, int warpgroup) {
   using P = Patch<kBlock>;
   using wgmma::Major;
   constexpr Major kA = kSparseK ? Major::k : Major::mn;
   const int steps = warpgroup == 0 ? s.last[0] - s.first[0] : s.last[1] - s.first[1];
-  const u32 empty = shared_address(barriers.empty[warpgroup]);
-  int pending = -1;
-  PatchWalk walk;
-#pragma unroll 1
-  for (int n = 0; n < steps; n += P::kSteps, ring.next()) {
-    mbarrier::wait(shared_address(&barriers.full[warpgroup][ring.stage]), ring.parity);
-    const u32 stage = ring.stage;
+  PatchWalk walk{patches};
+  multiply_stages(shared.blocks[warpgroup], at, (steps + P::kSteps - 1) / P::kSteps, [&](u32 stage) {
 #pragma unroll
     for (int i = 0; i < P::kSteps; ++i) {
       // Read by lane 0, which also releases the stage.
-      const u32 where = __shfl_sync(~0u, threadIdx.x % 32 == 0 ? barriers.words[warpgroup][stage][i] : 0u, 0);
+      const u32 where = __shfl_sync(~0u, threadIdx.x % 32 == 0 ? shared.words[warpgroup][stage][i] : 0u, 0);
       if (where == ~0u) {
         continue;
       }
@@ -362,9 +347,9 @@ __device__ __forceinline__ void patch_multiply(float (&d)[128], const PatchParam
       if (walk.at != wanted) {
         wgmma::commit();
         wgmma::wait<0>();
-        walk.release_to(wanted, p, barriers, patches);
+        walk.release_to(wanted, p, shared);
       }
-      walk.wait(barriers, patches);
+      walk.wait(shared);
       const u32 row = where & ((1u << kShiftBits) - 1);
       const u32 column = where >> kShiftBits & ((1u << kColumnBits) - 1);
       const u64 a = wgmma::descriptor<P::kLine>(blocks + stage * kBlockStageBytes + i * P::kStepBytes, P::kBlockBytes);
@@ -375,14 +360,9 @@ __device__ __forceinline__ void patch_multiply(float (&d)[128], const PatchParam
         wgmma::multiply<T, 256, kA, Major::k>(d, a + q * wgmma::kNextK<P::kLine, kA>, b + q * 2);
       }
     }
-    wgmma::commit();
-    wgmma::wait<1>();
-    release(empty, pending);
-    pending = static_cast<int>(stage);
-  }
-  wgmma::wait<0>();
-  release(empty, pending);
-  walk.release_to(s.patch_count, p, barriers, patches);
+    return true;
+  });
+  walk.release_to(s.patch_count, p, shared);
 }
 
 /// The output channel of one of a warpgroup's 64 rows; `rows` has the first channel of each block row. Values from
@@ -490,76 +470,62 @@ __device__ __forceinline__ void store_lines(const float (&d)[128], const PatchPa
 /// kSparseK: K is the contiguous axis of op(S)'s blocks. kTurned: x is NCHW and transposed in shared memory. kRows: the
 /// result is channels-last.
 template <typename T, int kBlock, bool kSparseK, bool kTurned, bool kRows>
-__global__ void __launch_bounds__(blocks::kThreads, 1) patch(const __grid_constant__ PatchParams p) {
-  constexpr int kStages = block_stages(kTurned, kRows);
-  extern __shared__ u8 raw[];
-  __shared__ __align__(16) PatchBarriers barriers;
-  __shared__ __align__(16) u16 slots[2][2][kRows ? 8 : kTilePlaces / 2];  // of this tile and the previous one
-  __shared__ int places[2][2][kRows ? kTilePlaces : 1];
-  __shared__ __align__(16) TurnTable tables[kTurned ? 2 : 1];
-  const u32 base = (shared_address(raw) + 1023) & ~1023u;
-  const u32 blocks_at = base + p.patch_count * p.patch_stride, pieces = blocks_at + 2 * kStages * kBlockStageBytes;
-  const u32 results = pieces + (kTurned ? kTurnStages * kTurnBytes : 0);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kMostPatches; ++i) {
-      mbarrier::init(shared_address(&barriers.patch_full[i]), kTurned ? 2 : 1);
-      mbarrier::init(shared_address(&barriers.patch_empty[i]), 8);
-    }
-    for (int i = 0; i < kTurnStages; ++i) {
-      mbarrier::init(shared_address(&barriers.turn_full[i]), 1);
-      mbarrier::init(shared_address(&barriers.turn_empty[i]), 2);
-    }
-    for (u64& listed : barriers.listed) {
-      mbarrier::init(shared_address(&listed), 256);
-    }
-  }
-  init_ring(&barriers.full[0][0], &barriers.empty[0][0], 2 * kMostBlockStages, 1, 4);
-  const auto for_tiles = [&](auto body) {
-    for (int turn = 0; turn * static_cast<int>(gridDim.x) < p.total; ++turn) {
-      if (const int index = blocks::turn_tile(turn); index < p.total) {
-        body(index, turn);
-      }
-    }
-  };
-  if (threadIdx.x < 128) {
-    fewer_registers<72>();
+struct PatchConv {
+  static constexpr int kStages = block_stages(kTurned, kRows);
+  static constexpr Roles kRoles{.consumers = 2, .producer_registers = 72, .consumer_registers = 216};
+  using Slots = u16[2][2][kRows ? 8 : kTilePlaces / 2];  ///< tables of this tile and the previous one
+  using Places = int[2][2][kRows ? kTilePlaces : 1];
+  using Turns = TurnTable[kTurned ? 2 : 1];
+  const PatchParams& p;
+  PatchShared& shared;
+  Slots& slots;
+  Places& places;
+  Turns& turns;
+  u8* raw;
+  u32 base, blocks_at, pieces;
+
+  __device__ __forceinline__ void produce() const {
     const int warp = uniform(threadIdx.x / 32);
     if (threadIdx.x == 0) {
-      PatchRing ring{1};
-      Ring<kTurnStages> turns(1);
-      for_tiles([&](int index, int) {
+      Producer<0> patches;
+      Producer<kTurnStages> turned;
+      blocks::each_tile(p.total, [&](int index, int) {
         const int first = first_place<kRows>(p, index);
-        kTurned ? fetch_pieces(p, index, first, barriers, pieces, turns)
-                : fetch_patches(p, index, first, barriers, base, ring);
+        kTurned ? fetch_pieces(p, index, first, shared, pieces, turned)
+                : fetch_patches(p, index, first, shared, base, patches);
       });
     } else if (warp == 1) {
-      fetch_blocks<kBlock, kStages>(p, barriers, blocks_at);
+      fetch_blocks<kBlock, kStages>(p, shared, blocks_at);
     } else if (kTurned && warp >= 2) {
-      Turner turner{base, pieces, static_cast<u32>(warp) - 2, tables};
-      for_tiles([&](int index, int) { turner.run(p, index, barriers); });
+      Turner turner{base, pieces, static_cast<u32>(warp) - 2, turns};
+      blocks::each_tile(p.total, [&](int index, int) { turner.run(p, index, shared); });
     }
-  } else {
-    more_registers<216>();
+  }
+
+  /// Computes the transposition table of tile number `turn`, if there is one and it has patches.
+  __device__ __forceinline__ void list(int turn, Ring<2>& lists) const {
+    const int index = blocks::turn_tile(turn);
+    if (kTurned && turn * static_cast<int>(gridDim.x) < p.total && index < p.total &&
+        p.segments[index % p.segment_count].patch_count > 0) {
+      list_turns(p, first_place<kRows>(p, index), turns[kTurned ? lists.stage : 0]);
+      mbarrier::arrive(shared_address(&shared.listed[lists.stage]));
+      lists.next();
+    }
+  }
+
+  __device__ __forceinline__ void consume() const {
     const int warpgroup = uniform(threadIdx.x / 128) - 1;
     const u32 own = blocks_at + warpgroup * kStages * kBlockStageBytes;
+    const u32 results = pieces + (kTurned ? kTurnStages * kTurnBytes : 0);
     const u32 buffer = results + (kRows ? warpgroup * 2 * kPieceBytes : (threadIdx.x / 32 - 4) * 8 * kLineBytes);
-    Ring<kStages> ring(0);
-    PatchRing patches{0};
+    Consumer<kStages> at;
+    Consumer<0> patches;
     Ring<2> lists(0);
-    const auto list = [&](int turn) {  // of tile number `turn`, if there is one and it has patches
-      const int index = blocks::turn_tile(turn);
-      if (kTurned && turn * static_cast<int>(gridDim.x) < p.total && index < p.total &&
-          p.segments[index % p.segment_count].patch_count > 0) {
-        list_turns(p, first_place<kRows>(p, index), tables[kTurned ? lists.stage : 0]);
-        mbarrier::arrive(shared_address(&barriers.listed[lists.stage]));
-        lists.next();
-      }
-    };
-    list(0);
-    for_tiles([&](int index, int turn) {
+    list(0, lists);
+    blocks::each_tile(p.total, [&](int index, int turn) {
       const PatchSegment& s = p.segments[index % p.segment_count];
       const int first = first_place<kRows>(p, index), parity = turn % 2;
-      list(turn + 1);  // overwrites the table of the previous tile, whose patches have all been used
+      list(turn + 1, lists);  // overwrites the table of the previous tile, whose patches have all been used
       int2 pixels{};
       if constexpr (kRows) {
         list_places(p, places[warpgroup][parity], first);
@@ -569,11 +535,8 @@ __global__ void __launch_bounds__(blocks::kThreads, 1) patch(const __grid_consta
         list_slots(p, slots[warpgroup][parity], first, pixels);
       }
       float d[128];
-#pragma unroll
-      for (float& sum : d) {
-        sum = 0.0f;
-      }
-      patch_multiply<T, kBlock, kSparseK>(d, p, s, barriers, base, own, ring, patches, warpgroup);
+      clear(d);
+      patch_multiply<T, kBlock, kSparseK>(d, p, s, shared, base, own, at, patches, warpgroup);
       if (p.bias != nullptr) {
         const int warp_row = static_cast<int>(threadIdx.x) / 32 % 4 * 16;
         blocks::wide_add_bias<T>(d, p, channel_of<kBlock>(s.rows[warpgroup], warp_row) - warp_row);
@@ -587,6 +550,29 @@ __global__ void __launch_bounds__(blocks::kThreads, 1) patch(const __grid_consta
       }
     });
   }
+};
+
+template <typename T, int kBlock, bool kSparseK, bool kTurned, bool kRows>
+__global__ void __launch_bounds__(blocks::kThreads, 1) patch(const __grid_constant__ PatchParams p) {
+  using Kernel = PatchConv<T, kBlock, kSparseK, kTurned, kRows>;
+  extern __shared__ u8 raw[];
+  __shared__ __align__(16) PatchShared shared;
+  __shared__ __align__(16) typename Kernel::Slots slots;
+  __shared__ typename Kernel::Places places;
+  __shared__ __align__(16) typename Kernel::Turns turns;
+  init_barriers([&] {
+    for (auto& ring : shared.blocks) {
+      ring.make(1, 4);
+    }
+    shared.patches.make(kTurned ? 2 : 1, 8);
+    shared.pieces.make(1, 2);
+    for (u64& listed : shared.listed) {
+      mbarrier::init(shared_address(&listed), 256);
+    }
+  });
+  const u32 base = stages_in(raw), blocks_at = base + p.patch_count * p.patch_stride;
+  const u32 pieces = blocks_at + 2 * Kernel::kStages * kBlockStageBytes;
+  run_warp_specialized(Kernel{p, shared, slots, places, turns, raw, base, blocks_at, pieces});
 }
 
 }  // namespace fretwork::block_conv

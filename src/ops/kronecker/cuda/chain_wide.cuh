@@ -4,9 +4,9 @@
 #pragma once
 
 #include "device/activation.cuh"
-#include "device/barrier.cuh"
 #include "device/cluster.cuh"
 #include "device/mma.cuh"
+#include "device/pipeline.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 #include "ops/kronecker/cuda/params_chain.cuh"

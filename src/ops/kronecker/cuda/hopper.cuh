@@ -2,7 +2,7 @@
 // and the loop of wgmma over it.
 #pragma once
 
-#include "device/barrier.cuh"
+#include "device/pipeline.cuh"
 #include "device/tf32.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
@@ -18,10 +18,9 @@ inline constexpr int kLine = 128 / static_cast<int>(sizeof(T));
 
 /// The stages of a CTA whose tiles are kWidth wide.
 template <int kWidth>
-struct Stages {
+struct Stages : RingBarriers<stages(kWidth)> {
   static constexpr u32 kCount = stages(kWidth), kBytes = stage_bytes(kWidth);
   using Ring = fretwork::Ring<kCount>;
-  u64 full[kCount], empty[kCount];
 };
 
 /// A tile: rows from `row`, columns from `col`, depth in steps of 128 bytes from `first` to `last`.
@@ -48,8 +47,7 @@ __device__ __forceinline__ void fetch(const Map* left, const Map* right, const T
                                       Stages<kWidth>& stages, u32 base, typename Stages<kWidth>::Ring& ring) {
   using S = Stages<kWidth>;
   for (int step = t.first; step < t.last; ++step, ring.next()) {
-    mbarrier::wait(shared_address(&stages.empty[ring.stage]), ring.parity);
-    const u32 full = shared_address(&stages.full[ring.stage]), to = base + ring.stage * S::kBytes;
+    const u32 full = stages.acquire(ring), to = base + ring.stage * S::kBytes;
     mbarrier::arrive_expect(full, S::kBytes);
     fetch_operand<T, kLeftK, kRows>(to, left, full, from.row, step * kLine<T>, from);
     fetch_operand<T, kRightK, kWidth>(to + kLeftBytes, right, full, t.col, step * kLine<T>, t);
@@ -73,13 +71,10 @@ __device__ __forceinline__ void multiply_16(float (&d)[kWidth / 2], float (&sums
                                             u32 base, typename Stages<kWidth>::Ring& ring, u32 ones) {
   using wgmma::Major;
   constexpr Major kA = kLeftK ? Major::k : Major::mn, kB = kRightK ? Major::k : Major::mn;
-  const u32 empty = shared_address(stages.empty), warpgroup = threadIdx.x / 128 - 1;
+  const u32 warpgroup = threadIdx.x / 128 - 1;
   const u64 one = wgmma::descriptor<128>(ones);
-  int pending = -1;  // the stage that products in flight still read
-#pragma unroll 1
-  for (int n = 0; n < steps; ++n, ring.next()) {
-    mbarrier::wait(shared_address(&stages.full[ring.stage]), ring.parity);
-    const u32 at = base + ring.stage * Stages<kWidth>::kBytes;
+  multiply_stages(stages, ring, steps, [&](u32 stage) {
+    const u32 at = base + stage * Stages<kWidth>::kBytes;
     const u64 a = wgmma::descriptor<128>(at + warpgroup * 8192, 8192);
     const u64 b = wgmma::descriptor<128>(at + kLeftBytes, 8192);
     wgmma::fence();
@@ -90,13 +85,8 @@ __device__ __forceinline__ void multiply_16(float (&d)[kWidth / 2], float (&sums
         wgmma::multiply<T, 8, kA, Major::k>(sums, a + q * wgmma::kNextK<128, kA>, one);
       }
     }
-    wgmma::commit();
-    wgmma::wait<1>();
-    release(empty, pending);
-    pending = static_cast<int>(ring.stage);
-  }
-  wgmma::wait<0>();
-  release(empty, pending);
+    return true;
+  });
 }
 
 /// The same in tf32: `Reader` reads fragments of the left operand, which are rounded in registers; `sums` adds them up
@@ -108,7 +98,7 @@ __device__ __forceinline__ void multiply_tf32(float (&d)[kDeltas][kWidth / 2], f
                                               Stages<kWidth>& stages, u32 base, typename Stages<kWidth>::Ring& ring,
                                               u32 turned) {
   constexpr int kRow = 128 / kDeltas;  // bytes of a line of the right operand
-  const u32 empty = shared_address(stages.empty), warpgroup = threadIdx.x / 128 - 1;
+  const u32 warpgroup = threadIdx.x / 128 - 1;
   const Reader reader;
   u32 a[2][4][4];
   int pending = -1;  // the stage that products in flight still read
@@ -117,7 +107,7 @@ __device__ __forceinline__ void multiply_tf32(float (&d)[kDeltas][kWidth / 2], f
 #pragma unroll
     for (int turn = 0; turn < 2; ++turn) {
       if (n + turn < steps) {
-        mbarrier::wait(shared_address(&stages.full[ring.stage]), ring.parity);
+        stages.wait(ring);
         const u32 at = base + ring.stage * Stages<kWidth>::kBytes;
         reader.load(a[turn], at + warpgroup * 8192);
 #pragma unroll
@@ -142,14 +132,14 @@ __device__ __forceinline__ void multiply_tf32(float (&d)[kDeltas][kWidth / 2], f
         }
         wgmma::commit();
         wgmma::wait<1>();
-        release(empty, pending);
+        stages.release(pending);
         pending = static_cast<int>(ring.stage);
         ring.next();
       }
     }
   }
   wgmma::wait<0>();
-  release(empty, pending);
+  stages.release(pending);
   if constexpr (kSums) {
 #pragma unroll
     for (int e = 0; e < 4; e += 2) {
@@ -165,7 +155,7 @@ __device__ __forceinline__ void turn_right(int steps, Stages<kWidth>& stages, u3
   typename Stages<kWidth>::Ring ring(0);
 #pragma unroll 1
   for (int n = 0; n < steps; ++n, ring.next()) {
-    mbarrier::wait(shared_address(&stages.full[ring.stage]), ring.parity);
+    stages.wait(ring);
     const u32 right = base + ring.stage * Stages<kWidth>::kBytes + kLeftBytes;
 #pragma unroll 1
     for (u32 box = threadIdx.x / 32 - 1; box < kWidth / 32; box += kTurningWarps) {

@@ -51,61 +51,45 @@ __device__ __forceinline__ void store_sums(const float (&d)[kWidth / 2], const G
 
 /// kLast: the batch is the unit axis of d_y and x, else the features.
 template <typename T, int kWidth, bool kLast>
-__global__ void __launch_bounds__(kThreads, 1) gradient(const __grid_constant__ GradientParams p) {
+struct GradientKernel {
   using S = Stages<kWidth>;
-  extern __shared__ u8 raw[];
-  __shared__ S stages;
-  const u32 shared = shared_address(raw), base = (shared + 1023) & ~1023u;
-  constexpr u32 kOnes = S::kCount * S::kBytes;
-  constexpr bool kTurns = is_same<T, float> && !kLast;  // tf32 has the depth as the unit axis
-  __shared__ u64 turned[S::kCount];
-  if constexpr (sizeof(T) == 2) {
-    if (threadIdx.x < 256) {  // 8 × 64 ones
-      const u32 one = narrow<T>(1.0f).bits;
-      *reinterpret_cast<u32*>(raw + (base - shared) + kOnes + threadIdx.x * 4) = one << 16 | one;
-      fence_async_proxy();
+  static constexpr bool kTurns = is_same<T, float> && !kLast;  ///< tf32 has the depth as the unit axis
+  static constexpr Roles kRoles{
+      .consumers = 2, .producer_registers = kTurns ? 56 : 40, .consumer_registers = kTurns ? 224 : 232};
+  const GradientParams& p;
+  S& stages;
+  u32 base, extra;  ///< stages; barriers of turned stages, or ones
+
+  template <typename Body>
+  __device__ __forceinline__ void each_tile(Body body) const {
+    for (int index = static_cast<int>(blockIdx.x); index < p.total; index += static_cast<int>(gridDim.x)) {
+      body(gradient_tile<kWidth>(p, index), index);
     }
   }
-  if (kTurns && threadIdx.x == 0) {
-    for (u64& barrier : turned) {
-      mbarrier::init(shared_address(&barrier), kTurningWarps);
-    }
-  }
-  init_ring(stages.full, stages.empty, S::kCount, 1, 8);
-  if (threadIdx.x < 128) {
-    fewer_registers<kTurns ? 56 : 40>();
+
+  __device__ __forceinline__ void produce() const {
     if (threadIdx.x == 0) {
       tma::prefetch(&p.d_y);
       tma::prefetch(&p.x);
-      typename S::Ring ring(1);
-      for (int index = static_cast<int>(blockIdx.x); index < p.total; index += static_cast<int>(gridDim.x)) {
-        const Tile t = gradient_tile<kWidth>(p, index);
-        fetch<T, kWidth, kLast, kLast>(&p.d_y, &p.x, t, t, stages, base, ring);
-      }
+      Producer<S::kCount> at;
+      each_tile([&](const Tile& t, int) { fetch<T, kWidth, kLast, kLast>(&p.d_y, &p.x, t, t, stages, base, at); });
     } else if (kTurns && threadIdx.x >= 32) {
       int steps = 0;  // of all tiles
-      for (int index = static_cast<int>(blockIdx.x); index < p.total; index += static_cast<int>(gridDim.x)) {
-        const Tile t = gradient_tile<kWidth>(p, index);
-        steps += t.last - t.first;
-      }
-      turn_right<kWidth>(steps, stages, base, shared_address(turned));
+      each_tile([&](const Tile& t, int) { steps += t.last - t.first; });
+      turn_right<kWidth>(steps, stages, base, extra);
     }
-  } else {
-    more_registers<kTurns ? 224 : 232>();
-    const u32 extra = kTurns ? shared_address(turned) : base + kOnes;
-    typename S::Ring ring(0);
+  }
+
+  __device__ __forceinline__ void consume() const {
+    Consumer<S::kCount> at;
     const int above = static_cast<int>(threadIdx.x) / 128 * 64 - 64;  // rows of the warpgroup before
-    for (int index = static_cast<int>(blockIdx.x); index < p.total; index += static_cast<int>(gridDim.x)) {
-      const Tile t = gradient_tile<kWidth>(p, index);
+    each_tile([&](const Tile& t, int index) {
       const int rows[2] = {t.row + above + row_of<T, kLast>(0), t.row + above + row_of<T, kLast>(1)};
       float d[kWidth / 2], sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-      for (float& sum : d) {
-        sum = 0.0f;
-      }
+      clear(d);
       float* to = p.partials + static_cast<i64>(index / (p.row_tiles * p.col_tiles)) * p.b * p.line;
       if (p.with_sums != 0 && t.col == 0) {
-        multiply<T, kWidth, kLast, kLast, true>(d, sums, t.last - t.first, stages, base, ring, extra);
+        multiply<T, kWidth, kLast, kLast, true>(d, sums, t.last - t.first, stages, base, at, extra);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           if (threadIdx.x % 4 == 0 && rows[half] < p.b) {
@@ -113,11 +97,38 @@ __global__ void __launch_bounds__(kThreads, 1) gradient(const __grid_constant__ 
           }
         }
       } else {
-        multiply<T, kWidth, kLast, kLast, false>(d, sums, t.last - t.first, stages, base, ring, extra);
+        multiply<T, kWidth, kLast, kLast, false>(d, sums, t.last - t.first, stages, base, at, extra);
       }
       store_sums<kWidth>(d, p, t, rows, to);
+    });
+  }
+};
+
+template <typename T, int kWidth, bool kLast>
+__global__ void __launch_bounds__(kThreads, 1) gradient(const __grid_constant__ GradientParams p) {
+  using S = Stages<kWidth>;
+  using Kernel = GradientKernel<T, kWidth, kLast>;
+  extern __shared__ u8 raw[];
+  __shared__ S stages;
+  __shared__ u64 turned[S::kCount];
+  constexpr u32 kOnes = S::kCount * S::kBytes;
+  const u32 base = stages_in(raw);
+  if constexpr (sizeof(T) == 2) {
+    if (threadIdx.x < 256) {  // 8 × 64 ones
+      const u32 one = narrow<T>(1.0f).bits;
+      *reinterpret_cast<u32*>(raw + (base - shared_address(raw)) + kOnes + threadIdx.x * 4) = one << 16 | one;
+      fence_async_proxy();
     }
   }
+  init_barriers([&] {
+    stages.make(1, 8);
+    if constexpr (Kernel::kTurns) {
+      for (u64& barrier : turned) {
+        mbarrier::init(shared_address(&barrier), kTurningWarps);
+      }
+    }
+  });
+  run_warp_specialized(Kernel{p, stages, base, Kernel::kTurns ? shared_address(turned) : base + kOnes});
 }
 
 }  // namespace fretwork::kronecker::hopper

@@ -90,7 +90,7 @@ __device__ __forceinline__ void fetch_tiles(const ProductParams& p, Stages<kWidt
     wait_for_earlier_kernel();
     at = fetch_ahead<T, kWidth, kLast, kWeightsK, kByThreads, false>(p, stages, base);
   }
-  typename Stages<kWidth>::Ring ring(1);
+  Producer<Stages<kWidth>::kCount> ring;
   for (u32 s = 0; s < at.stages; ++s) {
     ring.next();
   }
@@ -99,15 +99,15 @@ __device__ __forceinline__ void fetch_tiles(const ProductParams& p, Stages<kWidt
     Tile t = from_unit<T, kByThreads>(p, product_tile<kWidth>(p, index));
     t.first = step;
     if (p.taken != nullptr) {
-      mbarrier::wait(shared_address(&stages.empty[ring.stage]), ring.parity);
+      stages.acquire(ring);
       tiles[ring.stage] = index;
     }
     fetch<T, kWidth, !kLast, kWeightsK>(&p.x, &p.weights, t, source_of<kByThreads>(p, t), stages, base, ring);
   }
   if (p.taken != nullptr) {
-    mbarrier::wait(shared_address(&stages.empty[ring.stage]), ring.parity);
+    const u32 full = stages.acquire(ring);
     tiles[ring.stage] = p.total;
-    mbarrier::arrive(shared_address(&stages.full[ring.stage]));
+    mbarrier::arrive(full);
   }
 }
 
@@ -137,7 +137,7 @@ __device__ __forceinline__ int tile_of(const ProductParams& p, Stages<kWidth>& s
   if (p.taken == nullptr) {
     return static_cast<int>(blockIdx.x + static_cast<u32>(turn) * gridDim.x);
   }
-  mbarrier::wait(shared_address(&stages.full[ring.stage]), ring.parity);
+  stages.wait(ring);
   int index = 0;
   if (threadIdx.x % 32 == 0) {
     index = tiles[ring.stage];
@@ -261,16 +261,22 @@ __device__ __forceinline__ void finish_tile(const ProductParams& p, const Tile& 
   }
 }
 
-/// What a kernel's CTAs do. kByThreads: y has no map, and x one of neighbours or none.
+/// kByThreads: y has no map, and x one of neighbours or none. kLast, kWeightsK, kDense: see `product`.
 template <typename T, int kWidth, bool kLast, bool kWeightsK, bool kDense, bool kByThreads>
-__device__ __forceinline__ void make_tiles(const ProductParams& p, Stages<kWidth>& stages, int* tiles,
-                                           T (&bias)[2][kWidth], u32 base) {
+struct ProductKernel {
   using S = Stages<kWidth>;
-  const bool lines = kByThreads && !p.neighbours;
-  init_ring(stages.full, stages.empty, S::kCount, lines ? 1 + kLineArrivals : 1, 8);
-  if (threadIdx.x < 128) {
-    fewer_registers<40>();
-    if (lines) {
+  static constexpr Roles kRoles{.consumers = 2, .producer_registers = 40, .consumer_registers = 232};
+  const ProductParams& p;
+  S& stages;
+  int* tiles;
+  T (&bias)[2][kWidth];
+  u32 base;
+
+  /// Whether threads fetch x, line by line.
+  __device__ __forceinline__ bool lines() const { return kByThreads && !p.neighbours; }
+
+  __device__ __forceinline__ void produce() const {
+    if (lines()) {
       fetch_tile_lines<T, kWidth, kWeightsK>(p, stages, base);
     } else if (threadIdx.x == 0) {
       tma::prefetch(&p.x);
@@ -280,27 +286,32 @@ __device__ __forceinline__ void make_tiles(const ProductParams& p, Stages<kWidth
       }
       fetch_tiles<T, kWidth, kLast, kWeightsK, kByThreads>(p, stages, tiles, base);
     }
-  } else {
-    more_registers<232>();
+  }
+
+  __device__ __forceinline__ void consume() const {
     const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
     const u32 buffers = base + S::kCount * S::kBytes + warpgroup * 2 * kPieceBytes;
-    typename S::Ring ring(0);
+    Consumer<S::kCount> at;
     u32 turn = 0;  // pieces stored so far
-    for (int index, tile = 0; (index = tile_of<kWidth>(p, stages, tiles, ring, tile)) < p.total; ++tile) {
+    for (int index, tile = 0; (index = tile_of<kWidth>(p, stages, tiles, at, tile)) < p.total; ++tile) {
       const Tile t = from_unit<T, kByThreads>(p, product_tile<kWidth>(p, index));
       const Bias<T, kWidth> carried(p, t);  // read while the products run
       float d[kWidth / 2], unused[4];
-#pragma unroll
-      for (float& sum : d) {
-        sum = 0.0f;
-      }
-      multiply<T, kWidth, !kLast, kWeightsK, false>(d, unused, p.steps, stages, base, ring, 0);
+      clear(d);
+      multiply<T, kWidth, !kLast, kWeightsK, false>(d, unused, p.steps, stages, base, at, 0);
       finish_tile<T, kWidth, kLast, kDense, kByThreads>(p, t, d, carried, bias[warpgroup], buffers, turn);
     }
-    if (threadIdx.x % 128 == 0) {
-      tma::store_wait();
-    }
+    finish_stores();
   }
+};
+
+/// Runs a kernel's CTAs.
+template <typename T, int kWidth, bool kLast, bool kWeightsK, bool kDense, bool kByThreads>
+__device__ __forceinline__ void make_tiles(const ProductParams& p, Stages<kWidth>& stages, int* tiles,
+                                           T (&bias)[2][kWidth], u32 base) {
+  const ProductKernel<T, kWidth, kLast, kWeightsK, kDense, kByThreads> kernel{p, stages, tiles, bias, base};
+  init_barriers([&] { stages.make(kernel.lines() ? 1 + kLineArrivals : 1, 8); });
+  run_warp_specialized(kernel);
 }
 
 /// kLast: the batch is the unit axis of x and y, else the features. kWeightsK: k is the unit axis of the weights, else
@@ -311,7 +322,7 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
   __shared__ Stages<kWidth> stages;
   __shared__ int tiles[Stages<kWidth>::kCount];
   __shared__ alignas(16) T bias[2][kWidth];
-  const u32 base = (shared_address(raw) + 1023) & ~1023u;
+  const u32 base = stages_in(raw);
   if (!kLast || p.mapped) {  // apart, so that its code is in one piece
     make_tiles<T, kWidth, kLast, kWeightsK, kDense, false>(p, stages, tiles, bias, base);
   } else if constexpr (kLast) {

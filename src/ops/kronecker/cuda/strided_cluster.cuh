@@ -6,10 +6,10 @@
 // rate: a cluster of 2 × 4 CTAs multicasts each piece of x to four of them and each piece of the weights to two.
 #pragma once
 
-#include "device/barrier.cuh"
 #include "device/cluster.cuh"
 #include "device/epilogue.cuh"
 #include "device/mma.cuh"
+#include "device/pipeline.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 #include "ops/kronecker/cuda/strided.cuh"
@@ -59,13 +59,12 @@ struct ClusterSeat {
     column_mask = static_cast<u16>(mask);
   }
   /// A warp tells those whose copies arrive here, this CTA among them, that a stage is free.
-  __device__ __forceinline__ void release(u32 empty) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32, other = lane - columns;
-    __syncwarp();
-    if (lane < rows + columns - 1) {
-      arrive_at(empty,
-                static_cast<u32>(lane < columns ? row * columns + lane : (other + (other >= row)) * columns + column));
-    }
+  template <int kStages>
+  __device__ __forceinline__ void release(RingBarriers<kStages>& ring, u32 stage) const {
+    ring.release_to(stage, rows + columns - 1, [this](u32 n) {
+      const int lane = static_cast<int>(n), other = lane - columns;
+      return static_cast<u32>(lane < columns ? row * columns + lane : (other + (other >= row)) * columns + column);
+    });
   }
 };
 
@@ -93,17 +92,14 @@ struct ClusterWork {
   static constexpr int kColumns = Columns, kStage = kTile.stage_x() + kTile.stage_w();
   /// Bytes of a row of x that lie together in shared memory, and boxes of them in a stage.
   static constexpr int kLine = V == 8 ? (kFlat ? 128 : 32) : 32 * V, kBoxes = kTile.stage_x() / (kTile.rows() * kLine);
-  struct Barriers {
-    u64 full[kTile.ring()], empty[kTile.ring()];
-  };
-  using Slots = Ring<kTile.ring()>;
+  using Barriers = RingBarriers<kTile.ring()>;
 
   /// One thread: this CTA's share of its row's x and of its column's weights, for all of them.
   static __device__ __forceinline__ void produce(const ClusterParams& p, const ClusterSeat& seat, i64 first, i64 by,
                                                  u32 base, Barriers& barriers) {
     const int rows = kTile.rows() / seat.columns, w_bytes = kTile.stage_w() / seat.rows;
     const int deltas = p.product.d / kTile.deltas();
-    Slots slots(1);
+    Producer<kTile.ring()> slots;
 #pragma unroll 1
     for (i64 index = first; index < p.items; index += by) {
       const ClusterItem item(p, seat, kTile, index);
@@ -113,8 +109,7 @@ struct ClusterWork {
           static_cast<const u8*>(p.product.w) + group * p.product.stages * kTile.stage_w() + seat.row * w_bytes;
 #pragma unroll 1
       for (int stage = 0; stage < p.product.stages; ++stage, slots.next()) {
-        const u32 at = base + slots.stage * kStage, full = shared_address(&barriers.full[slots.stage]);
-        mbarrier::wait(shared_address(&barriers.empty[slots.stage]), slots.parity);
+        const u32 at = base + slots.stage * kStage, full = barriers.acquire(slots);
         mbarrier::arrive_expect(full, kStage);
         if constexpr (V == 8 && !kFlat) {
           load_shared_box(at + seat.column * rows * 512, &p.x, full, item.l, stage * 16, item.i, n, seat.row_mask);
@@ -186,11 +181,10 @@ struct ClusterWork {
   /// their end where the loop begins anew, or the compiler lets each wait for the one before.
   static __device__ __forceinline__ void multiply_tile(const ClusterParams& p, const ClusterSeat& seat,
                                                        typename Work::Sums& sums, u32 base, Barriers& barriers,
-                                                       Slots& slots, int group) {
+                                                       Consumer<kTile.ring()>& slots, int group) {
     constexpr int kSteps = kTile.steps();
-    const auto arrived = [&] { mbarrier::wait(shared_address(&barriers.full[slots.stage]), slots.parity); };
     quad raw[V];
-    arrived();
+    barriers.wait(slots);
     load_chunks(raw, base + slots.stage * kStage, group, 0);
 #pragma unroll 1
     for (int stage = 0; stage < p.product.stages; ++stage) {
@@ -213,11 +207,11 @@ struct ClusterWork {
       }
       slots.next();
       if (stage + 1 < p.product.stages) {
-        arrived();
+        barriers.wait(slots);
         load_chunks(raw, base + slots.stage * kStage, group, 0);
       }
       wgmma::wait<0>();
-      seat.release(shared_address(&barriers.empty[held]));
+      seat.release(barriers, held);
     }
   }
 
@@ -335,7 +329,7 @@ struct ClusterWork {
   static __device__ __forceinline__ void consume(const ClusterParams& p, const ClusterSeat& seat, i64 first, i64 by,
                                                  u32 base, Barriers& barriers) {
     const int group = static_cast<int>(threadIdx.x) / 128 - 1, warp = static_cast<int>(threadIdx.x) / 32 % 4;
-    Slots slots(0);
+    Consumer<kTile.ring()> slots;
     u32 turn = 0;
 #pragma unroll 1
     for (i64 index = first; index < p.items; index += by) {
@@ -363,18 +357,32 @@ struct ClusterWork {
                     p.product.batch - row, columns);
       }
     }
-    if (threadIdx.x % 128 == 0 && (V == 8 || p.staged)) {
-      tma::store_wait();
+    if (V == 8 || p.staged) {
+      finish_stores();
     }
   }
 };
 
-/// Makes a CTA's barriers, and lets the cluster see them.
-template <typename Barriers>
-__device__ __forceinline__ void init_cluster(Barriers& barriers, int rows, int columns) {
-  init_ring(barriers.full, barriers.empty, sizeof barriers.full / sizeof(u64), 1, 8 * (rows + columns - 1));
-  cluster_sync();
-}
+/// What the CTAs of the kernel do.
+template <typename Work>
+struct ClusterKernel {
+  static constexpr Roles kRoles{.consumers = 2, .producer_registers = 40, .consumer_registers = 232, .cluster = true};
+  const ClusterParams& p;
+  const ClusterSeat& seat;
+  u32 base;
+  typename Work::Barriers& barriers;
+  i64 first, by;
+
+  __device__ __forceinline__ void produce() const {
+    if (threadIdx.x == 0) {
+      tma::prefetch(&p.x);
+      wait_for_earlier_kernel();  // which packs the weights
+      Work::produce(p, seat, first, by, base, barriers);
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void consume() const { Work::consume(p, seat, first, by, base, barriers); }
+};
 
 }  // namespace kronecker::strided
 
@@ -385,24 +393,12 @@ __global__ void __launch_bounds__(kronecker::strided::ClusterTile::kThreads, 1)
   using Work = kronecker::strided::ClusterWork<T, V, Columns, kFlat>;
   extern __shared__ __align__(128) u8 shared[];
   __shared__ __align__(16) typename Work::Barriers barriers;
-  const u32 base = (shared_address(shared) + 1023) & ~1023u;
+  const u32 base = stages_in(shared);
   const kronecker::strided::ClusterSeat seat(p.cluster_rows, p.cluster_columns);
   const u32 size = static_cast<u32>(seat.rows * seat.columns);
   const i64 first = blockIdx.x / size, by = gridDim.x / size;
-  kronecker::strided::init_cluster(barriers, seat.rows, seat.columns);
-  if (threadIdx.x < 128) {
-    fewer_registers<40>();
-    if (threadIdx.x == 0) {
-      tma::prefetch(&p.x);
-      wait_for_earlier_kernel();  // which packs the weights
-      Work::produce(p, seat, first, by, base, barriers);
-    }
-    __syncwarp();
-  } else {
-    more_registers<232>();
-    Work::consume(p, seat, first, by, base, barriers);
-  }
-  cluster_sync();  // others may still copy into this CTA, or tell it of free stages
+  init_barriers([&] { barriers.make(1, 8 * (seat.rows + seat.columns - 1)); });
+  run_warp_specialized(kronecker::strided::ClusterKernel<Work>{p, seat, base, barriers, first, by});
 }
 
 }  // namespace fretwork

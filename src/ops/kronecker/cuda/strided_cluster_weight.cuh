@@ -8,7 +8,7 @@
 // together hit different banks.
 #pragma once
 
-#include "device/barrier.cuh"
+#include "device/pipeline.cuh"
 #include "ops/kronecker/cuda/strided_cluster.cuh"
 #include "ops/kronecker/cuda/strided_weight.cuh"
 
@@ -24,10 +24,7 @@ struct ClusterGradient {
   static constexpr int kRowWarps = kRows / 16;
   static constexpr u32 kPiece = 2 * kDeltas;  // bytes of a column at one n
   using Alone = Gradient<T, 8, 4>;            ///< sums and how they are stored
-  struct Barriers {
-    u64 full[kTile.ring()], empty[kTile.ring()];
-  };
-  using Slots = Ring<kTile.ring()>;
+  using Barriers = RingBarriers<kTile.ring()>;
 
   /// What a CTA works on: first j, k and δ of factor i, and a piece of the batch.
   struct Part {
@@ -42,12 +39,11 @@ struct ClusterGradient {
     const int rows = kRows / seat.columns, columns = kColumns / seat.rows;
     const int j = (part.j + seat.column * rows) / kPer, k = (part.k + seat.row * columns) / kPer;
     const u32 left = seat.column * rows * kDepth * kPiece, right = kTile.left() + seat.row * columns * kDepth * kPiece;
-    Slots slots(1);
+    Producer<kTile.ring()> slots;
 #pragma unroll 1
     for (int stage = 0; stage < part.stages; ++stage, slots.next()) {
-      const u32 at = base + slots.stage * kTile.stage(), full = shared_address(&barriers.full[slots.stage]);
+      const u32 at = base + slots.stage * kTile.stage(), full = barriers.acquire(slots);
       const int n = (part.first + stage) * kDepth;
-      mbarrier::wait(shared_address(&barriers.empty[slots.stage]), slots.parity);
       mbarrier::arrive_expect(full, kTile.stage());
       load_shared_box(at + left, &p.dy, full, part.l, n, j, part.i, seat.row_mask);
       load_shared_box(at + right, &p.x, full, part.l, n, k, part.i, seat.column_mask);
@@ -126,17 +122,17 @@ struct ClusterGradient {
     const bool bias_wanted = w.bias_partials != nullptr && share < w.bias_shares;
     typename Alone::Sums sums = {};
     float bias[2][8] = {};
-    Slots slots(0);
+    Consumer<kTile.ring()> slots;
 #pragma unroll 1
     for (int stage = 0; stage < part.stages; ++stage, slots.next()) {
       const bool with_bias = bias_wanted && stage % w.bias_shares == share;
-      mbarrier::wait(shared_address(&barriers.full[slots.stage]), slots.parity);
+      barriers.wait(slots);
       if (row < w.b && k + 16 < w.c) {
         add_stage<kColumns / 8>(sums, bias, with_bias, base + slots.stage * kTile.stage(), block, group);
       } else if (row < w.b && k < w.c) {
         add_stage<2>(sums, bias, with_bias, base + slots.stage * kTile.stage(), block, group);
       }
-      seat.release(shared_address(&barriers.empty[slots.stage]));
+      seat.release(barriers, slots.stage);
     }
     const i64 feature = (static_cast<i64>(part.i) * w.b + row) * w.d + part.l + group * 8;
     const i64 at = ((static_cast<i64>(part.i) * w.b + row) * w.c + k) * w.d + part.l + group * 8;
@@ -160,6 +156,25 @@ struct ClusterGradient {
   }
 };
 
+/// What the CTAs of the kernel do.
+template <typename Work>
+struct ClusterGradientKernel {
+  static constexpr Roles kRoles{.consumers = 2, .producer_registers = 40, .consumer_registers = 232, .cluster = true};
+  const ClusterWeightParams& p;
+  const ClusterSeat& seat;
+  const typename Work::Part& part;
+  u32 base;
+  typename Work::Barriers& barriers;
+
+  __device__ __forceinline__ void produce() const {
+    if (threadIdx.x == 0) {
+      Work::produce(p, seat, part, base, barriers);
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void consume() const { Work::consume(p, seat, part, base, barriers); }
+};
+
 }  // namespace kronecker::strided
 
 /// Clusters: group (slabs of k fastest, then of j, then δ, then i) and piece of the batch.
@@ -169,7 +184,7 @@ __global__ void __launch_bounds__(kronecker::strided::ClusterTile::kThreads, 1)
   using Work = kronecker::strided::ClusterGradient<T, kDeltas, kFlat>;
   extern __shared__ __align__(128) u8 shared[];
   __shared__ __align__(16) typename Work::Barriers barriers;
-  const u32 base = (shared_address(shared) + 1023) & ~1023u;
+  const u32 base = stages_in(shared);
   const kronecker::strided::WeightParams& w = p.weight;
   const kronecker::strided::ClusterSeat seat(p.cluster_rows, p.cluster_columns);
   const int cluster = static_cast<int>(blockIdx.x) / (p.cluster_rows * p.cluster_columns);
@@ -184,19 +199,8 @@ __global__ void __launch_bounds__(kronecker::strided::ClusterTile::kThreads, 1)
                                  piece,
                                  first,
                                  static_cast<int>(stages * (piece + 1) / w.pieces) - first};
-
-  kronecker::strided::init_cluster(barriers, p.cluster_rows, p.cluster_columns);
-  if (threadIdx.x < 128) {
-    fewer_registers<40>();
-    if (threadIdx.x == 0) {
-      Work::produce(p, seat, part, base, barriers);
-    }
-    __syncwarp();
-  } else {
-    more_registers<232>();
-    Work::consume(p, seat, part, base, barriers);
-  }
-  cluster_sync();
+  init_barriers([&] { barriers.make(1, 8 * (p.cluster_rows + p.cluster_columns - 1)); });
+  run_warp_specialized(kronecker::strided::ClusterGradientKernel<Work>{p, seat, part, base, barriers});
 }
 
 }  // namespace fretwork

@@ -7,8 +7,8 @@
 // so a lane takes the columns of its chunk.
 #pragma once
 
-#include "device/barrier.cuh"
 #include "device/mma.cuh"
+#include "device/pipeline.cuh"
 #include "device/tma.cuh"
 #include "ops/kronecker/cuda/strided_tile.cuh"
 
@@ -22,10 +22,7 @@ struct FlatGradient {
   static constexpr int kLeft = kTile.left_lines(), kRight = kTile.right_lines();  // lines of a warp
   static constexpr int kSteps = FlatTile::kDepth / 16;                            // of K in a stage
   static constexpr int kHigh = kPer / 2, kWide = kPer;  // blocks of 16 rows, of 8 columns, of a line
-  struct Barriers {
-    u64 full[kTile.ring()], empty[kTile.ring()];
-  };
-  using Slots = Ring<kTile.ring()>;
+  using Barriers = RingBarriers<kTile.ring()>;
   using Sums = float[V][kLeft * kHigh][kRight * kWide][4];
 
   /// What a CTA works on: factor i, its first j and k, and a piece of the batch.
@@ -37,13 +34,11 @@ struct FlatGradient {
   /// One thread: lines of d_y, then of x, FlatTile::kDepth rows each.
   static __device__ __forceinline__ void produce(const FlatWeightParams& p, const Part& part, u32 base,
                                                  Barriers& barriers) {
-    Slots slots(1);
+    Producer<kTile.ring()> slots;
 #pragma unroll 1
     for (int stage = 0; stage < part.stages; ++stage, slots.next()) {
-      const u32 full = shared_address(&barriers.full[slots.stage]);
-      const u32 at = base + slots.stage * kTile.stage();
+      const u32 at = base + slots.stage * kTile.stage(), full = barriers.acquire(slots);
       const int n = (part.first + stage) * FlatTile::kDepth;
-      mbarrier::wait(shared_address(&barriers.empty[slots.stage]), slots.parity);
       mbarrier::arrive_expect(full, kTile.stage());
 #pragma unroll 1
       for (int line = 0; line < kTile.all_left(); ++line) {
@@ -169,11 +164,11 @@ struct FlatGradient {
     const u32 right = (kTile.all_left() + wide * kRight) * FlatTile::kLine;
     Sums sums = {};
     float bias[kLeft][8] = {};
-    Slots slots(0);
+    Consumer<kTile.ring()> slots;
 #pragma unroll 1
     for (int stage = 0; stage < part.stages; ++stage, slots.next()) {
       const u32 at = base + slots.stage * kTile.stage();
-      mbarrier::wait(shared_address(&barriers.full[slots.stage]), slots.parity);
+      barriers.wait(slots);
       if (inside) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
@@ -181,7 +176,7 @@ struct FlatGradient {
           add_step(sums, bias, with_bias, left + at + step * 2048, right + at + step * 2048);
         }
       }
-      release(shared_address(barriers.empty), static_cast<int>(slots.stage));
+      barriers.release(static_cast<int>(slots.stage));
     }
     const i64 row = static_cast<i64>(part.i) * w.b + j;
     store(w, sums, w.partials + part.piece * w.weights + (row * w.c + k) * V, w.b - j, w.c - k);
@@ -205,6 +200,25 @@ struct FlatGradient {
   }
 };
 
+/// What the CTAs of the kernel do.
+template <typename Work>
+struct FlatKernel {
+  static constexpr Roles kRoles{.consumers = 2, .producer_registers = 24, .consumer_registers = 240};
+  const FlatWeightParams& p;
+  const typename Work::Part& part;
+  u32 base;
+  typename Work::Barriers& barriers;
+
+  __device__ __forceinline__ void produce() const {
+    if (threadIdx.x == 0) {
+      tma::prefetch(&p.x);
+      tma::prefetch(&p.dy);
+      Work::produce(p, part, base, barriers);
+    }
+  }
+  __device__ __forceinline__ void consume() const { Work::consume(p, part, base, barriers); }
+};
+
 }  // namespace kronecker::strided
 
 /// CTA: group (slabs of k fastest, then of j, then i) and piece of the batch.
@@ -214,7 +228,7 @@ __global__ void __launch_bounds__(kronecker::strided::FlatTile::kThreads, 1)
   using Work = kronecker::strided::FlatGradient<T, V, kBroad>;
   extern __shared__ __align__(128) u8 shared[];
   __shared__ __align__(16) typename Work::Barriers barriers;
-  const u32 base = (shared_address(shared) + 1023) & ~1023u;
+  const u32 base = stages_in(shared);
   const kronecker::strided::WeightParams& w = p.weight;
   const int group = static_cast<int>(blockIdx.x) % w.groups, piece = static_cast<int>(blockIdx.x) / w.groups;
   const i64 stages = (w.batch + kronecker::strided::FlatTile::kDepth - 1) / kronecker::strided::FlatTile::kDepth;
@@ -225,18 +239,8 @@ __global__ void __launch_bounds__(kronecker::strided::FlatTile::kThreads, 1)
                                  piece,
                                  first,
                                  static_cast<int>(stages * (piece + 1) / w.pieces) - first};
-  init_ring(barriers.full, barriers.empty, Work::kTile.ring(), 1, 8);
-  if (threadIdx.x < 128) {
-    fewer_registers<24>();  // 128 · 24 + 256 · 240 is what the CTA has
-    if (threadIdx.x == 0) {
-      tma::prefetch(&p.x);
-      tma::prefetch(&p.dy);
-      Work::produce(p, part, base, barriers);
-    }
-  } else {
-    more_registers<240>();
-    Work::consume(p, part, base, barriers);
-  }
+  init_barriers([&] { barriers.make(1, 8); });
+  run_warp_specialized(kronecker::strided::FlatKernel<Work>{p, part, base, barriers});
 }
 
 }  // namespace fretwork

@@ -4,8 +4,8 @@
 #pragma once
 
 #include "device/activation.cuh"
-#include "device/barrier.cuh"
 #include "device/cluster.cuh"
+#include "device/pipeline.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 #include "ops/two_four/cuda/params.h"
@@ -19,21 +19,23 @@ struct Shape {
   static constexpr u32 kWarps = 4 * kGroups, kUnits = units(kColumns, kGroups), kThreads = threads(kGroups);
   static constexpr u32 kLeftBytes = rows(kGroups) * 128, kChunkBytes = chunk_bytes(kGroups);
   static constexpr u32 kWords = kStages * kBytes, kSums = kWords + kChunks * kChunkBytes;  ///< where they begin
-  u64 full[kStages], empty[kStages], words_full[kChunks], words_empty[kChunks], sums;
+  RingBarriers<kStages> ring;
+  RingBarriers<kChunks> chunks;  ///< of metadata
+  u64 sums;
 };
 
 /// One thread makes the barriers; `received` bytes of sums will come from the other CTAs.
 template <typename S>
 __device__ __forceinline__ void make_barriers(S& s, u32 received) {
-#pragma unroll 1
+#pragma unroll 1  // not ring.make(), which is unrolled: in a short kernel, fetching instructions takes time
   for (u32 n = 0; n < S::kStages; ++n) {
-    mbarrier::init(shared_address(&s.full[n]), 1);
-    mbarrier::init(shared_address(&s.empty[n]), S::kWarps);
+    mbarrier::init(shared_address(&s.ring.full[n]), 1);
+    mbarrier::init(shared_address(&s.ring.empty[n]), S::kWarps);
   }
 #pragma unroll 1
   for (u32 n = 0; n < kChunks; ++n) {
-    mbarrier::init(shared_address(&s.words_full[n]), 1);
-    mbarrier::init(shared_address(&s.words_empty[n]), 32 * S::kWarps);
+    mbarrier::init(shared_address(&s.chunks.full[n]), 1);
+    mbarrier::init(shared_address(&s.chunks.empty[n]), 32 * S::kWarps);
   }
   mbarrier::init(shared_address(&s.sums), 1);
   mbarrier::init_done();
@@ -43,20 +45,18 @@ __device__ __forceinline__ void make_barriers(S& s, u32 received) {
 /// One thread fetches `count` steps from `first` on.
 template <int kColumns, typename S>
 __device__ __forceinline__ void fetch(const Params& p, S& s, u32 base, int row, int first, int count) {
-  Ring<S::kStages> ring(1);
-  Ring<kChunks> chunk(1);
+  Producer<S::kStages> at;
+  Producer<kChunks> chunk;
 #pragma unroll 1
-  for (int step = 0; step < count; ++step, ring.next()) {
+  for (int step = 0; step < count; ++step, at.next()) {
     if (step % kPerChunk == 0) {
-      mbarrier::wait(shared_address(&s.words_empty[chunk.stage]), chunk.parity);
-      const u32 full = shared_address(&s.words_full[chunk.stage]);
+      const u32 full = s.chunks.acquire(chunk);
       mbarrier::arrive_expect(full, S::kChunkBytes);
       tma::load(base + S::kWords + chunk.stage * S::kChunkBytes, &p.words, full, (first + step) * (kDepth / 8), row, 0,
                 0);
       chunk.next();
     }
-    mbarrier::wait(shared_address(&s.empty[ring.stage]), ring.parity);
-    const u32 full = shared_address(&s.full[ring.stage]), to = base + ring.stage * S::kBytes;
+    const u32 full = s.ring.acquire(at), to = base + at.stage * S::kBytes;
     mbarrier::arrive_expect(full, S::kBytes);
     tma::load(to, &p.values, full, (first + step) * (kDepth / 2), row, 0, 0);
 #pragma unroll
@@ -70,7 +70,7 @@ __device__ __forceinline__ void fetch(const Params& p, S& s, u32 base, int row, 
 template <typename S>
 struct Words {
   u32 at, turned;  ///< where a lane's first row begins; what switches units of 16 bytes
-  Ring<kChunks> chunk{0};
+  Consumer<kChunks> chunk;
 
   __device__ __forceinline__ explicit Words(u32 base) {
     const u32 lane = threadIdx.x % 32;
@@ -80,7 +80,7 @@ struct Words {
   __device__ __forceinline__ void read(u32 (&e)[2], S& s, int step) {
     const u32 in_chunk = static_cast<u32>(step) % kPerChunk;
     if (in_chunk == 0) {
-      mbarrier::wait(shared_address(&s.words_full[chunk.stage]), chunk.parity);
+      s.chunks.wait(chunk);
     }
 #pragma unroll
     for (u32 h = 0; h < 2; ++h) {
@@ -91,7 +91,7 @@ struct Words {
       e[h] = static_cast<u32>(high) << 16 | low;
     }
     if (in_chunk == kPerChunk - 1) {
-      mbarrier::arrive(shared_address(&s.words_empty[chunk.stage]));  // every lane for itself
+      s.chunks.release_lane(chunk.stage);
       chunk.next();
     }
   }
@@ -101,7 +101,7 @@ struct Words {
 /// stay untouched until its products have completed.
 template <typename T, int kColumns, typename S>
 __device__ __forceinline__ void multiply(float (&d)[kColumns / 2], S& s, u32 base, int count) {
-  Ring<S::kStages> ring(0);
+  Consumer<S::kStages> ring;
   Words<S> words(base);
   u32 e[2][2];
   words.read(e[0], s, 0);
@@ -111,7 +111,7 @@ __device__ __forceinline__ void multiply(float (&d)[kColumns / 2], S& s, u32 bas
     for (int turn = 0; turn < 2; ++turn) {
       const int step = pair + turn;
       if (step < count) {
-        mbarrier::wait(shared_address(&s.full[ring.stage]), ring.parity);
+        s.ring.wait(ring);
         const u32 at = base + ring.stage * S::kBytes;
         const u64 left = wgmma::descriptor<128>(at + threadIdx.x / 128 * (64 * 128));
         const u64 right = wgmma::descriptor<128>(at + S::kLeftBytes);
@@ -128,7 +128,7 @@ __device__ __forceinline__ void multiply(float (&d)[kColumns / 2], S& s, u32 bas
         }
         wgmma::wait<0>();
         wgmma::metadata_read(e[turn]);
-        release(shared_address(s.empty), static_cast<int>(ring.stage));
+        s.ring.release(static_cast<int>(ring.stage));
         ring.next();
       }
     }

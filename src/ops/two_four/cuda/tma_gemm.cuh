@@ -3,9 +3,9 @@
 #pragma once
 
 #include "device/activation.cuh"
-#include "device/barrier.cuh"
 #include "device/cluster.cuh"
 #include "device/epilogue.cuh"
+#include "device/pipeline.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 #include "ops/two_four/cuda/out.cuh"
@@ -22,7 +22,8 @@ struct Shape {
   static constexpr int kPerChunk = steps_of_chunk(sizeof(T));
   static constexpr int kWordBytes = kChunkRow / kPerChunk;   ///< of a row's metadata in a step
   static constexpr int kRegisters = sizeof(T) == 1 ? 2 : 1;  ///< of metadata, for the two products of a step
-  u64 full[kStages], empty[kStages], words_full[kChunks], words_empty[kChunks];
+  RingBarriers<kStages> ring;
+  RingBarriers<kChunks> chunks;  ///< of metadata
 };
 
 /// Rows from `row`, columns from `col`, steps of the depth from `first`, where a chunk begins, to `last`.
@@ -52,22 +53,20 @@ __device__ __forceinline__ Tile tile_at(const Params& p, int index, int rank) {
 /// One thread fetches the steps of a tile: of b all, or half for both CTAs of a pair.
 template <typename T, int kWidth, bool kRightK, bool kPair>
 __device__ __forceinline__ void fetch(const Params& p, const Tile& t, Shape<T, kWidth>& s, u32 base, int rank,
-                                      Ring<Shape<T, kWidth>::kStages>& ring, Ring<kChunks>& chunk) {
+                                      Producer<Shape<T, kWidth>::kStages>& at, Producer<kChunks>& chunk) {
   using S = Shape<T, kWidth>;
   constexpr int kColumns = kPair ? kWidth / 2 : kWidth;
   const int z = t.batch * p.b_batch, mine = kPair ? rank * kColumns : 0;
 #pragma unroll 1
-  for (int step = t.first; step < t.last; ++step, ring.next()) {
+  for (int step = t.first; step < t.last; ++step, at.next()) {
     if (step % S::kPerChunk == 0) {
-      mbarrier::wait(shared_address(&s.words_empty[chunk.stage]), chunk.parity);
-      const u32 full = shared_address(&s.words_full[chunk.stage]);
+      const u32 full = s.chunks.acquire(chunk);
       mbarrier::arrive_expect(full, kChunkBytes);
       tma::load(base + S::kStages * S::kBytes + chunk.stage * kChunkBytes, &p.words, full, step * S::kWordBytes, t.row,
                 0, 0);
       chunk.next();
     }
-    mbarrier::wait(shared_address(&s.empty[ring.stage]), ring.parity);
-    const u32 full = shared_address(&s.full[ring.stage]), to = base + ring.stage * S::kBytes;
+    const u32 full = s.ring.acquire(at), to = base + at.stage * S::kBytes;
     mbarrier::arrive_expect(full, S::kBytes);
     tma::load(to, &p.values, full, step * (S::kDepth / 2), t.row, 0, 0);
     const auto load = [&](int col, int x, int y) {
@@ -85,26 +84,13 @@ __device__ __forceinline__ void fetch(const Params& p, const Tile& t, Shape<T, k
   }
 }
 
-/// A warp is done with a stage, which both CTAs of a pair fill.
-template <bool kPair>
-__device__ __forceinline__ void release_stage(u32 empty, u32 stage) {
-  if constexpr (!kPair) {
-    release(empty, static_cast<int>(stage));
-  } else {
-    __syncwarp();
-    if (threadIdx.x % 32 < 2) {
-      arrive_at(empty + 8 * stage, threadIdx.x % 32);
-    }
-  }
-}
-
 /// Reads a lane's metadata of one step after another from chunks whose rows of 64 bytes the copy engine has swizzled.
 template <typename T, int kWidth>
 struct Words {
   using S = Shape<T, kWidth>;
   u32 base, offset, turned;  ///< of chunks; of a lane in them; what switches units of 16 bytes
   int row;                   ///< a lane's first
-  Ring<kChunks> chunk{0};
+  Consumer<kChunks> chunk;
 
   __device__ __forceinline__ explicit Words(u32 chunks) : base(chunks) {
     const u32 lane = threadIdx.x % 32, in_tile = threadIdx.x / 32 % 4 * 16 + (threadIdx.x / 128 - 1) * 64 + lane / 4;
@@ -140,7 +126,7 @@ struct Words {
   __device__ __forceinline__ void read(u32 (&e)[S::kRegisters], S& s, const Params& p, const Tile& t, int step) {
     const int in_chunk = step % S::kPerChunk;
     if (in_chunk == 0) {
-      mbarrier::wait(shared_address(&s.words_full[chunk.stage]), chunk.parity);
+      s.chunks.wait(chunk);
     }
 #pragma unroll
     for (int n = 0; n < S::kRegisters; ++n) {
@@ -155,7 +141,7 @@ struct Words {
       }
     }
     if (in_chunk == S::kPerChunk - 1 || step + 1 == t.last) {
-      mbarrier::arrive(shared_address(&s.words_empty[chunk.stage]));  // every lane for itself
+      s.chunks.release_lane(chunk.stage);
       chunk.next();
     }
     if (t.row + kRows > p.m || (step + 1) * (16 * S::kRegisters) > p.groups) {
@@ -185,17 +171,21 @@ __device__ __forceinline__ void multiply_step(Sum (&d)[kWidth / 2], u32 at,
 /// product runs: with one in between, ptxas lets every product wait for the one before.
 template <typename T, int kWidth, bool kRightK, bool kPair, typename Sum>
 __device__ __forceinline__ void multiply(Sum (&d)[kWidth / 2], const Params& p, const Tile& t, Shape<T, kWidth>& s,
-                                         u32 base, Ring<Shape<T, kWidth>::kStages>& ring, Words<T, kWidth>& words) {
+                                         u32 base, Consumer<Shape<T, kWidth>::kStages>& at, Words<T, kWidth>& words) {
   using S = Shape<T, kWidth>;
   u32 e[2][S::kRegisters];
-  u32 oldest = ring.stage;  // that is not released
+  u32 oldest = at.stage;  // that is not released
   const auto begin = [&](const u32(&metadata)[S::kRegisters]) {
-    mbarrier::wait(shared_address(&s.full[ring.stage]), ring.parity);
-    multiply_step<T, kWidth, kRightK>(d, base + ring.stage * S::kBytes, metadata);
-    ring.next();
+    s.ring.wait(at);
+    multiply_step<T, kWidth, kRightK>(d, base + at.stage * S::kBytes, metadata);
+    at.next();
   };
   const auto release_oldest = [&] {
-    release_stage<kPair>(shared_address(s.empty), oldest);
+    if constexpr (kPair) {  // both CTAs fill it
+      s.ring.release_to(oldest, 2, [](u32 lane) { return lane; });
+    } else {
+      s.ring.release(static_cast<int>(oldest));
+    }
     oldest = oldest + 1 == S::kStages ? 0 : oldest + 1;
   };
   int step = t.first;
@@ -529,21 +519,23 @@ __device__ __forceinline__ void store(const Sum (&d)[kSize], const Params& p, co
 /// cluster, have tiles of rows side by side and share what they fetch of b; asked for at run time, it cost 5%, used or
 /// not.
 template <typename T, int kWidth, bool kRightK, bool kPair>
-__global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ Params p) {
+struct Product {
   using S = Shape<T, kWidth>;
-  using Sum = accumulator_t<T>;
-  extern __shared__ u8 raw[];
-  __shared__ S s;
-  const u32 base = (shared_address(raw) + 1023) & ~1023u;
-  init_ring(s.words_full, s.words_empty, kChunks, 1, kThreads - 128);
-  init_ring(s.full, s.empty, S::kStages, 1, kPair ? 16 : 8);
-  const int rank = static_cast<int>(cluster_rank());
-  const int begin = static_cast<int>(cluster_index()), next = static_cast<int>(cluster_count());
-  if constexpr (kPair) {
-    cluster_sync();  // the other's barriers are there
+  static constexpr Roles kRoles{.consumers = 2, .producer_registers = 40, .consumer_registers = 232, .cluster = kPair};
+  const Params& p;
+  S& s;
+  u32 base;
+  int rank = static_cast<int>(cluster_rank());
+
+  template <typename Body>
+  __device__ __forceinline__ void each_tile(Body body) const {
+    const int begin = static_cast<int>(cluster_index()), next = static_cast<int>(cluster_count());
+    for (int index = begin; index < p.total; index += next) {
+      body(tile_at<kWidth, kPair>(p, index, rank));
+    }
   }
-  if (threadIdx.x < 128) {
-    fewer_registers<40>();
+
+  __device__ __forceinline__ void produce() const {
     if (threadIdx.x == 0) {
       tma::prefetch(&p.values);
       tma::prefetch(&p.words);
@@ -551,48 +543,50 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
       if (p.direct == 0) {
         tma::prefetch(&p.c);
       }
-      Ring<S::kStages> ring(1);
-      Ring<kChunks> chunk(1);
-      for (int index = begin; index < p.total; index += next) {
-        fetch<T, kWidth, kRightK, kPair>(p, tile_at<kWidth, kPair>(p, index, rank), s, base, rank, ring, chunk);
-      }
+      Producer<S::kStages> at;
+      Producer<kChunks> chunk;
+      each_tile([&](const Tile& t) { fetch<T, kWidth, kRightK, kPair>(p, t, s, base, rank, at, chunk); });
     }
     if (p.split > 1) {  // as the others meet
       cluster_sync();
       cluster_sync();
     }
-  } else {
-    more_registers<232>();
+  }
+
+  __device__ __forceinline__ void consume() const {
+    using Sum = accumulator_t<T>;
     const u32 warpgroup = threadIdx.x / 128 - 1, chunks = base + S::kStages * S::kBytes;
     const u32 buffers = chunks + kChunks * kChunkBytes + warpgroup * 2 * kPieceBytes;
-    Ring<S::kStages> ring(0);
+    Consumer<S::kStages> at;
     Words<T, kWidth> words(chunks);
-    for (int index = begin; index < p.total; index += next) {
-      const Tile t = tile_at<kWidth, kPair>(p, index, rank);
+    each_tile([&](const Tile& t) {
       Sum d[kWidth / 2];
-#pragma unroll
-      for (Sum& sum : d) {
-        sum = 0;
-      }
-      multiply<T, kWidth, kRightK, kPair>(d, p, t, s, base, ring, words);
-      Place at{t.row + static_cast<int>(warpgroup) * 64, t.col, t.batch, kWidth, buffers, 1 + warpgroup};
+      clear(d);
+      multiply<T, kWidth, kRightK, kPair>(d, p, t, s, base, at, words);
+      Place to{t.row + static_cast<int>(warpgroup) * 64, t.col, t.batch, kWidth, buffers, 1 + warpgroup};
       if (p.split > 1) {                              // one tile for each cluster
         constexpr int kSlices = kWidth > 64 ? 2 : 1;  // a piece of 16-bit results has 64 columns
         add_parts<kSlices>(d, base, rank, p.split);
-        at.columns = rank < kSlices ? kWidth / kSlices : 0;
-        at.col += rank * at.columns;
+        to.columns = rank < kSlices ? kWidth / kSlices : 0;
+        to.col += rank * to.columns;
       }
-      if (at.columns > 0) {
-        store<T>(d, p, at);
+      if (to.columns > 0) {
+        store<T>(d, p, to);
       }
-    }
-    if (threadIdx.x % 128 == 0) {
-      tma::store_wait();
-    }
+    });
+    finish_stores();
   }
-  if constexpr (kPair) {
-    cluster_sync();  // the other may still write here
-  }
+};
+
+template <typename T, int kWidth, bool kRightK, bool kPair>
+__global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ Params p) {
+  extern __shared__ u8 raw[];
+  __shared__ Shape<T, kWidth> s;
+  init_barriers([&] {
+    s.chunks.make(1, kThreads - 128);
+    s.ring.make(1, kPair ? 16 : 8);
+  });
+  run_warp_specialized(Product<T, kWidth, kRightK, kPair>{p, s, stages_in(raw)});
 }
 
 }  // namespace fretwork::two_four::tma_gemm

@@ -106,7 +106,7 @@ TEST_F(AttentionChoice, FewQueries) {
 }
 
 TEST_F(AttentionChoice, Backward) {
-  EXPECT_TRUE(runs({16, 16, 4096, 4096, 192}, "backward_deep", true));
+  EXPECT_TRUE(runs({16, 16, 4096, 4096, 192}, "backward_head_dim_gt_128", true));
   EXPECT_TRUE(runs({16, 16, 4096, 4096, 128, false, DType::bf16, 30}, "attention_backward", true));
   EXPECT_TRUE(runs({16, 16, 4096, 4096, 128, false, DType::f32}, "simple_backward", true));
 }
@@ -115,7 +115,7 @@ TEST_F(AttentionChoice, Backward) {
 /// 4096 queries, 3.5 key tiles for each SM, no shared key heads.
 TEST_F(AttentionChoice, FiveProducts) {
   const auto five = [&](const Case& c) {
-    const bool is = runs(c, "backward_whole", true);
+    const bool is = runs(c, "backward_five_product", true);
     EXPECT_NE(is, runs(c, "backward_keys", true));
     return is;
   };

@@ -124,9 +124,9 @@ std::optional<FiveProduct> five_product(const BackwardProblem& b, const Backward
 }
 
 /// What the problem alone says.
-WholeParams five_product_params(const BackwardProblem& b, const FiveProduct& five) {
+FiveProductParams five_product_params(const BackwardProblem& b, const FiveProduct& five) {
   const Problem& p = b.forward;
-  WholeParams params{};
+  FiveProductParams params{};
   params.d_k = lines_of(b.d_k);
   params.d_v = lines_of(b.d_v);
   params.d_q = lines_of(b.d_q);
@@ -339,7 +339,7 @@ bool launch_five_product(const BackwardProblem& b, const BackwardPlans& plans, C
   const Workspace stats(context, static_cast<std::size_t>(p.batch * p.heads * p.rows) * sizeof(RowStats));
   const Workspace sums(context, size * static_cast<std::size_t>(64 * columns.most()) * sizeof(float)),
       turns(context, (size + 1) * sizeof(int));
-  WholeParams params = five_product_params(b, *five);
+  FiveProductParams params = five_product_params(b, *five);
   params.k = *k;
   params.v = *v;
   params.q = *q;
@@ -357,8 +357,9 @@ bool launch_five_product(const BackwardProblem& b, const BackwardPlans& plans, C
   prepare_kernels(std::vector{KernelConfig{Pass::statistics, p.dtype}, multiply, finish}, device);
   driver::fill_zero(turns.data(), (size + 1) * sizeof(int), context.stream);
   launch_statistics(b, static_cast<RowStats*>(stats.data()), true, context);
-  multiply.kernel(device).launch_behind(std::min<std::int64_t>(ctas, five->items), whole_tiles(columns.most()).threads,
-                                        whole_shared(columns.most()), &params, context.stream);
+  multiply.kernel(device).launch_behind(std::min<std::int64_t>(ctas, five->items),
+                                        five_product_tiles(columns.most()).threads, five_product_shared(columns.most()),
+                                        &params, context.stream);
   finish.kernel(device).launch_behind(five->tiles, 128, 0, &params, context.stream);
   clear_padding(b, context);
   return true;

@@ -51,13 +51,13 @@ __device__ __forceinline__ void walk_piece(const BackwardParams& p, int i, const
 
 /// Calls step(batch, head, run, column tile) for all that this CTA does. Keys meet the queries of all heads that share
 /// them.
-template <bool kKeys, bool kPieces, typename Step>
+template <bool kKeys, bool kSplit, typename Step>
 __device__ __forceinline__ void walk_steps(const BackwardParams& p, Step step) {
   const Walk& walk = p.walk;
 #pragma unroll 1
   for (int i = word(walk.share, blockIdx.x); i < word(walk.share, blockIdx.x + 1); ++i) {
     const int4 item = record(walk.items, i);
-    if constexpr (kPieces) {
+    if constexpr (kSplit) {
       walk_piece<kKeys>(p, i, item, step);
       continue;
     }
@@ -96,17 +96,17 @@ __device__ __forceinline__ void prefetch_rows(const BackwardParams& p, const int
 }
 
 /// The steps of item i: where columns are keys, those with some that are seen.
-template <bool kSeen, bool kPieces>
+template <bool kSeen, bool kSplit>
 __device__ __forceinline__ int steps_of(const BackwardParams& p, int i, const int4& item) {
   if constexpr (!kSeen) {
     return item.w;
   }
-  const int4 piece = kPieces ? record(p.pieces, i) : int4{word(p.walk.first, item.x), 0, 0, 0};
+  const int4 piece = kSplit ? record(p.pieces, i) : int4{word(p.walk.first, item.x), 0, 0, 0};
   return seen_steps(p.walk, p.seen, item.y, piece.x, piece.y, item.w);
 }
 
 /// One warp fetches the rows of each item. kSeen: columns are keys that may be padding.
-template <bool kKeys, bool kSeen, bool kPieces, int kDepth, int kValues>
+template <bool kKeys, bool kSeen, bool kSplit, int kDepth, int kValues>
 __device__ __forceinline__ void fetch_rows(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared, u32 rows) {
   using S = BackwardShared<kDepth, kValues>;
   const Walk& walk = p.walk;
@@ -118,8 +118,8 @@ __device__ __forceinline__ void fetch_rows(const BackwardParams& p, BackwardShar
     if (threadIdx.x == 0) {
       const int4 place = record(walk.row_tiles, item.x);
       const u32 to = rows + at.stage * 2 * S::kRowTile;
-      shared.items[at.stage] = {steps_of<kSeen, kPieces>(p, i, item), item.y, item.z, item.x};
-      if constexpr (kPieces) {
+      shared.items[at.stage] = {steps_of<kSeen, kSplit>(p, i, item), item.y, item.z, item.x};
+      if constexpr (kSplit) {
         shared.parts[at.stage] = record(p.pieces, i).z;
       }
       mbarrier::arrive_expect(full, (S::kHalves + S::kValueHalves) * 128 * walk.row_places);
@@ -137,12 +137,12 @@ __device__ __forceinline__ void fetch_rows(const BackwardParams& p, BackwardShar
 }
 
 /// A thread of another warp the columns of each step.
-template <bool kKeys, bool kSeen, bool kPieces, int kDepth, int kValues>
+template <bool kKeys, bool kSeen, bool kSplit, int kDepth, int kValues>
 __device__ __forceinline__ void fetch_cols(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared, u32 cols) {
   using S = BackwardShared<kDepth, kValues>;
   const Walk& walk = p.walk;
   Producer<S::kStages> at;
-  walk_steps<kKeys, kPieces>(p, [&](int batch, int head, int r, int tile) {
+  walk_steps<kKeys, kSplit>(p, [&](int batch, int head, int r, int tile) {
     if (kSeen && !sees_tile(p.seen, batch, tile)) {
       return;
     }
@@ -164,11 +164,11 @@ __device__ __forceinline__ float2 stats_of(const BackwardParams& p, int batch, i
 }
 
 /// One warp gathers the statistics of the queries in a stage's columns; every lane says that its own are there.
-template <bool kPieces, typename S>
+template <bool kSplit, typename S>
 __device__ __forceinline__ void gather_stats(const BackwardParams& p, S& shared) {
   Producer<S::kStages> at;
   const u32 lane = threadIdx.x % 32;
-  walk_steps<true, kPieces>(p, [&](int batch, int head, int, int tile) {
+  walk_steps<true, kSplit>(p, [&](int batch, int head, int, int tile) {
     float2 pair[kStream / 32];
 #pragma unroll
     for (int n = 0; n < kStream / 32; ++n) {
@@ -301,20 +301,20 @@ __device__ __forceinline__ void make_barriers(const BackwardParams& p, BackwardS
   begin_backward(p);
 }
 /// The roles of the warpgroup that fetches, a warp for each.
-template <bool kKeys, bool kSeen, bool kPieces, int kDepth, int kValues>
+template <bool kKeys, bool kSeen, bool kSplit, int kDepth, int kValues>
 __device__ __forceinline__ void fetch_all(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared, u32 rows,
                                           u32 cols) {
   if (threadIdx.x < 32) {
-    fetch_rows<kKeys, kSeen, kPieces>(p, shared, rows);
+    fetch_rows<kKeys, kSeen, kSplit>(p, shared, rows);
   } else if (threadIdx.x == 32) {
-    fetch_cols<kKeys, kSeen, kPieces>(p, shared, cols);
+    fetch_cols<kKeys, kSeen, kSplit>(p, shared, cols);
   } else if (kKeys && threadIdx.x / 32 == 2) {
-    gather_stats<kPieces>(p, shared);
+    gather_stats<kSplit>(p, shared);
   }
 }
 
-/// kGeneral: there are masks of bits, or queries that nothing uses. kPieces: items may be pieces of tiles.
-template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
+/// kGeneral: there are masks of bits, or queries that nothing uses. kSplit: items may be pieces of tiles.
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit>
 struct BackwardKeys {
   using S = BackwardShared<kDepth, kValues>;
   static constexpr Roles kRoles{
@@ -323,7 +323,7 @@ struct BackwardKeys {
   S& shared;
   u32 rows, cols;  ///< tiles
 
-  __device__ __forceinline__ void produce() const { fetch_all<true, false, kPieces>(p, shared, rows, cols); }
+  __device__ __forceinline__ void produce() const { fetch_all<true, false, kSplit>(p, shared, rows, cols); }
 
   __device__ __forceinline__ void consume() const {
     const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1, lane = static_cast<int>(threadIdx.x) % 32;
@@ -490,7 +490,7 @@ struct BackwardKeys {
       const int4 note = read_note(shared.items[items.stage]);
       const int own = own_token(p.walk, note.w, warpgroup);
       named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
-      const int part = kPieces ? read_part(shared.parts[items.stage]) : -1;
+      const int part = kSplit ? read_part(shared.parts[items.stage]) : -1;
       store_gradient<T, kDepth>(p, 0, p.depth, note, part, own, dk, p.scale, k);
       store_gradient<T, kValues>(p, 1, p.value_depth, note, part, own, dv, 1.0f, v);
       fence_async_proxy();  // the next rows come by the copy engine
@@ -499,18 +499,18 @@ struct BackwardKeys {
   }
 };
 
-template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit>
 __global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_constant__ BackwardParams p) {
   using S = BackwardShared<kDepth, kValues>;
   extern __shared__ u8 raw[];
   __shared__ S shared;
   const u32 rows = stages_in(raw), cols = rows + 4 * S::kRowTile;
   make_barriers<true>(p, shared, cols);
-  run_warp_specialized(BackwardKeys<T, kDepth, kValues, kGeneral, kPieces>{p, shared, rows, cols});
+  run_warp_specialized(BackwardKeys<T, kDepth, kValues, kGeneral, kSplit>{p, shared, rows, cols});
 }
 
-/// kGeneral: there are masks of bits, or keys that nothing uses. kPieces: items may be pieces of tiles.
-template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
+/// kGeneral: there are masks of bits, or keys that nothing uses. kSplit: items may be pieces of tiles.
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit>
 struct BackwardQueries {
   using S = BackwardShared<kDepth, kValues>;
   static constexpr Roles kRoles{
@@ -519,7 +519,7 @@ struct BackwardQueries {
   S& shared;
   u32 rows, cols;  ///< tiles
 
-  __device__ __forceinline__ void produce() const { fetch_all<false, kGeneral, kPieces>(p, shared, rows, cols); }
+  __device__ __forceinline__ void produce() const { fetch_all<false, kGeneral, kSplit>(p, shared, rows, cols); }
 
   __device__ __forceinline__ void consume() const {
     const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1, lane = static_cast<int>(threadIdx.x) % 32;
@@ -670,7 +670,7 @@ struct BackwardQueries {
         release(empty, pending);
       }
       named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
-      const int part = kPieces ? read_part(shared.parts[items.stage]) : -1;
+      const int part = kSplit ? read_part(shared.parts[items.stage]) : -1;
       store_gradient<T, kDepth>(p, 0, p.depth, note, part, own, dq, p.scale, q);
       fence_async_proxy();  // the next rows come by the copy engine
       shared.rows.release(static_cast<int>(items.stage));
@@ -679,14 +679,14 @@ struct BackwardQueries {
   }
 };
 
-template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit>
 __global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_constant__ BackwardParams p) {
   using S = BackwardShared<kDepth, kValues>;
   extern __shared__ u8 raw[];
   __shared__ S shared;
   const u32 rows = stages_in(raw), cols = rows + 4 * S::kRowTile;
   make_barriers<false>(p, shared, cols);
-  run_warp_specialized(BackwardQueries<T, kDepth, kValues, kGeneral, kPieces>{p, shared, rows, cols});
+  run_warp_specialized(BackwardQueries<T, kDepth, kValues, kGeneral, kSplit>{p, shared, rows, cols});
 }
 
 }  // namespace fretwork::attention_op::hopper

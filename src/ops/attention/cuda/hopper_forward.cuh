@@ -23,7 +23,7 @@ struct ForwardShared {
 };
 
 /// Fetches everything this CTA needs, in the order in which it is used.
-template <bool kGeneral, bool kPieces, int kDepth, int kValues>
+template <bool kGeneral, bool kSplit, int kDepth, int kValues>
 __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardShared<kDepth, kValues>& shared, u32 q,
                                               u32 k, u32 v) {
   using S = ForwardShared<kDepth, kValues>;
@@ -41,7 +41,7 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
     int first = __ldg(walk.first + item.x), last = __ldg(walk.first + item.x + 1), skip = 0, left = item.w;
     const u32 q_full = shared.q.acquire(items);
     shared.items[items.stage] = {item.w, item.y, item.z, item.x};
-    if constexpr (kPieces) {
+    if constexpr (kSplit) {
       const int4 piece = record(p.pieces, i);
       first = piece.x;
       skip = piece.y;
@@ -52,11 +52,11 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
     }
     mbarrier::arrive_expect(q_full, row_bytes);
     fetch<kHalves>(p.q, q + items.stage * S::kRowTile, S::kRowHalf, q_full, place, item.y, item.z);
-    const int kv_head = (p.head0 + (kPieces ? item.z << p.pack : item.z)) / p.group;
+    const int kv_head = (p.head0 + (kSplit ? item.z << p.pack : item.z)) / p.group;
 #pragma unroll 1
-    for (int r = first; r < last && (!kPieces || left > 0); ++r) {
+    for (int r = first; r < last && (!kSplit || left > 0); ++r) {
       int4 run = record(walk.runs, 2 * r);
-      if constexpr (kPieces) {  // as much of it as is the item's
+      if constexpr (kSplit) {  // as much of it as is the item's
         run.x += skip;
         run.y = min(run.y - skip, left);
         skip = 0;
@@ -133,15 +133,15 @@ struct DoneRows {
 // Where kernels for whole tiles of one head differ from those for pieces, they are left as they would be without them.
 
 /// A thread's first row among those of its head.
-template <bool kPieces>
+template <bool kSplit>
 __device__ __forceinline__ int head_row(const ForwardParams& p, int warpgroup) {
   const int row = tile_row(warpgroup);
-  return kPieces ? row & ((kRows >> p.pack) - 1) : row;
+  return kSplit ? row & ((kRows >> p.pack) - 1) : row;
 }
 /// The head of a warp's rows.
-template <bool kPieces>
+template <bool kSplit>
 __device__ __forceinline__ int head_of(const ForwardParams& p, const int4& item, int warpgroup) {
-  if constexpr (!kPieces) {
+  if constexpr (!kSplit) {
     return p.head0 + item.z;
   }
   const int within =
@@ -149,9 +149,9 @@ __device__ __forceinline__ int head_of(const ForwardParams& p, const int4& item,
   return p.head0 + (item.z << p.pack) + within;
 }
 /// The token that a lane answers for, as own_token.
-template <bool kPieces>
+template <bool kSplit>
 __device__ __forceinline__ int token_of(const ForwardParams& p, const int4& item, int warpgroup) {
-  if constexpr (!kPieces) {
+  if constexpr (!kSplit) {
     return own_token(p.walk, item.w, warpgroup);
   }
   const int row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + static_cast<int>(threadIdx.x) % 16;
@@ -265,9 +265,9 @@ __device__ __forceinline__ void store_part(const ForwardParams& p, int part, int
   put_part<kValues>(p.sums, part, row, o, 1.0f);
 }
 
-/// kGeneral: there are masks of bits, or keys that nothing uses. kPieces: items may be pieces of tiles, and heads may
+/// kGeneral: there are masks of bits, or keys that nothing uses. kSplit: items may be pieces of tiles, and heads may
 /// share tiles.
-template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit>
 struct Forward {
   using S = ForwardShared<kDepth, kValues>;
   static constexpr Roles kRoles{.consumers = 2, .producer_registers = 24, .consumer_registers = 240};
@@ -280,14 +280,14 @@ struct Forward {
       tma::prefetch(&p.q.map);
       tma::prefetch(&p.k.map);
       tma::prefetch(&p.v.map);
-      forward_fetch<kGeneral, kPieces>(p, shared, q, k, v);
+      forward_fetch<kGeneral, kSplit>(p, shared, q, k, v);
     }
   }
 
   __device__ __forceinline__ void consume() const {
     const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
     constexpr int kCols = S::kCols;
-    const int row = head_row<kPieces>(p, warpgroup);
+    const int row = head_row<kSplit>(p, warpgroup);
     Consumer<S::kItems> items;
     Consumer<S::kStages> at, behind;  // `behind` is the step whose values are to be added
     for (;; items.next()) {
@@ -297,9 +297,9 @@ struct Forward {
         break;
       }
       const u32 own = q + items.stage * S::kRowTile + warpgroup * 8192;
-      const int token = token_of<kPieces>(p, note, warpgroup);
+      const int token = token_of<kSplit>(p, note, warpgroup);
       if (p.merge != 0) {
-        prefetch_row<T, kValues>(p, note.y, head_of<kPieces>(p, note, warpgroup), token);
+        prefetch_row<T, kValues>(p, note.y, head_of<kSplit>(p, note, warpgroup), token);
       }
       float o[kValues / 2], s[kCols / 2];
       u32 probabilities[kCols / 16][4];
@@ -435,10 +435,10 @@ struct Forward {
         behind.next();
       }
       named_barrier(1 + warpgroup, 128);  // no one reads this half of q any more
-      if (const int part = kPieces ? read_part(shared.parts[items.stage]) : -1; part >= 0) {
+      if (const int part = kSplit ? read_part(shared.parts[items.stage]) : -1; part >= 0) {
         store_part<kValues>(p, part, tile_row(warpgroup), o, rows);
       } else {
-        store_rows<T, kValues>(p, note.y, head_of<kPieces>(p, note, warpgroup), token, o, rows, own, S::kRowHalf);
+        store_rows<T, kValues>(p, note.y, head_of<kSplit>(p, note, warpgroup), token, o, rows, own, S::kRowHalf);
       }
       fence_async_proxy();  // the next q comes by the copy engine
       shared.q.release(static_cast<int>(items.stage));
@@ -446,7 +446,7 @@ struct Forward {
   }
 };
 
-template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit>
 __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ ForwardParams p) {
   using S = ForwardShared<kDepth, kValues>;
   extern __shared__ u8 raw[];
@@ -459,7 +459,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
     shared.v.make(1, 8);
   });
   begin_after_earlier_kernel();
-  run_warp_specialized(Forward<T, kDepth, kValues, kGeneral, kPieces>{p, shared, q, k, v});
+  run_warp_specialized(Forward<T, kDepth, kValues, kGeneral, kSplit>{p, shared, q, k, v});
 }
 
 /// o = 0 and lse = −∞, one warp for each row.

@@ -25,10 +25,11 @@ KernelSpec forward_instance(DType dtype, const Columns& columns, const Extras& e
 }
 KernelSpec backward_instance(DType dtype, const Columns& columns, Pass pass, const Extras& extras) {
   if (pass == Pass::d_values) {
-    return instance("backward_deep", "backward_deep_values", dtype, columns.text() + extras.text());
+    return instance("backward_head_dim_gt_128", "backward_head_dim_gt_128_values", dtype,
+                    columns.text() + extras.text());
   }
   if (columns.head_dim_gt_128()) {
-    return instance("backward_deep", "backward_deep", dtype,
+    return instance("backward_head_dim_gt_128", "backward_head_dim_gt_128", dtype,
                     columns.text() + flag(pass == Pass::d_keys) + extras.text());
   }
   return instance("backward", pass == Pass::d_keys ? "backward_keys" : "backward_queries", dtype,
@@ -42,9 +43,9 @@ KernelSpec join_instance(DType dtype) { return instance("join", "join", dtype, "
 /// Of kernels that make all gradients at once, for as many columns of q and k as of v.
 KernelSpec five_product_instance(DType dtype, const Columns& columns, Pass pass, bool masked, bool padded) {
   return pass == Pass::five_product
-             ? instance("backward_whole", "backward_whole", dtype,
+             ? instance("backward_five_product", "backward_five_product", dtype,
                         ", " + std::to_string(columns.most()) + flag(masked) + flag(padded))
-             : instance("backward_whole", "finish_whole", dtype, ", " + std::to_string(columns.most()));
+             : instance("backward_five_product", "finish_five_product", dtype, ", " + std::to_string(columns.most()));
 }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
@@ -62,7 +63,8 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
     list.push_back(join_instance(dtype));
     for (const Columns& columns : {Columns{64, 64}, {128, 128}}) {
       for (const auto& [masked, padded] : {std::pair{false, false}, {true, false}, {true, true}}) {
-        add(five_product_instance(dtype, columns, Pass::five_product, masked, padded), whole_shared(columns.most()));
+        add(five_product_instance(dtype, columns, Pass::five_product, masked, padded),
+            five_product_shared(columns.most()));
       }
       list.push_back(five_product_instance(dtype, columns, Pass::finish, false, false));
     }
@@ -135,7 +137,7 @@ int forward_shared(const Columns& columns) {
 }
 int backward_shared(const Columns& columns) {
   if (columns.head_dim_gt_128()) {
-    const auto [first, second] = deep_stages(columns.most(), false);
+    const auto [first, second] = head_dim_gt_128_stages(columns.most(), false);
     return 1024 + 2 * columns.most() * (2 * kRows + (first + second) * kBackwardShape.cols);
   }
   return 1024 + 2 * columns.most() * (4 * kRows + 2 * (columns.most() == 64 ? 6 : 3) * kBackwardShape.cols);

@@ -70,7 +70,7 @@ struct KernelConfig {
 /// Has these kernels ready; those that are new are compiled at the same time.
 void prepare_kernels(std::span<const KernelConfig> wanted, int device);
 
-/// Bytes for what ForwardShared, BackwardShared and DeepShared describe.
+/// Bytes for what ForwardShared, BackwardShared and HeadDimGt128Shared describe.
 int forward_shared(const Columns& columns);
 int backward_shared(const Columns& columns);
 

@@ -292,10 +292,10 @@ constexpr ForwardTiles forward_tiles(int depth, int values) {
 
 /// Of kernels for gradients of more than 128 columns, `most` of q, k and v: tiles of 64 rows that the two operands
 /// which stream have room for. One operand of the rows is not needed for values' gradients; its place takes two more.
-struct DeepStages {
+struct HeadDimGt128Stages {
   int first, second;
 };
-constexpr DeepStages deep_stages(int most, bool values) {
+constexpr HeadDimGt128Stages head_dim_gt_128_stages(int most, bool values) {
   const int first = most > 192 ? 2 : 3;
   return {first, first - 1 + (values ? 2 : 0)};
 }
@@ -408,21 +408,21 @@ struct BackwardParams {
 
 /// Of kernels that make all gradients at once, for so many columns: threads, and what shared memory has places for:
 /// key tiles of items, tiles of q and of d_o, dSᵀ of a step; dq of a step has two.
-struct WholeTiles {
+struct FiveProductTiles {
   int threads, items, queries, outputs, scores;
 };
-constexpr WholeTiles whole_tiles(int columns) {
-  return columns == 64 ? WholeTiles{512, 2, 4, 4, 2} : WholeTiles{384, 1, 3, 2, 1};
+constexpr FiveProductTiles five_product_tiles(int columns) {
+  return columns == 64 ? FiveProductTiles{512, 2, 4, 4, 2} : FiveProductTiles{384, 1, 3, 2, 1};
 }
-constexpr int whole_shared(int columns) {
-  const WholeTiles tiles = whole_tiles(columns);
+constexpr int five_product_shared(int columns) {
+  const FiveProductTiles tiles = five_product_tiles(columns);
   return 1024 + 2 * columns * (2 * kRows * tiles.items + 64 * (tiles.queries + tiles.outputs)) +
          2 * 64 * kRows * tiles.scores + 2 * 4 * 64 * columns;
 }
 
 /// All gradients of a pattern in which query i meets the keys up to i − low, in whole tiles; the first key tile meets
 /// all query tiles.
-struct WholeParams {
+struct FiveProductParams {
   Source k, v, q, d_o;
   Lines d_k, d_v, d_q;
   const RowStats* stats;     ///< of each (batch, head, query), in tiles

@@ -8,22 +8,22 @@
 namespace fretwork::attention_op::hopper {
 
 /// Whose gradients. Rows are q and d_o, k and v, or k alone; columns k and v, or q and d_o.
-enum class Deep { queries, keys, values };
+enum class GradientOf { queries, keys, values };
 
 /// For kDepth columns of q and k and kValues of v and d_o. All tiles have room for the larger. Rows lie first, then the
 /// tiles of the first operand that streams, then those of the other. A step's notes and statistics are the first one's.
-template <int kDepth, int kValues, Deep kOf>
-struct DeepShared {
+template <int kDepth, int kValues, GradientOf kOf>
+struct HeadDimGt128Shared {
   static constexpr int kMost = kDepth > kValues ? kDepth : kValues;
-  static constexpr DeepStages kDeepStages = deep_stages(kMost, kOf == Deep::values);
-  static constexpr int kStages = kDeepStages.first, kOtherStages = kDeepStages.second;
+  static constexpr HeadDimGt128Stages kRings = head_dim_gt_128_stages(kMost, kOf == GradientOf::values);
+  static constexpr int kStages = kRings.first, kOtherStages = kRings.second;
   static constexpr int kHalves = kDepth / 64, kValueHalves = kValues / 64, kMostHalves = kMost / 64;
-  static constexpr bool kTight = kOf != Deep::values && kDepth == 256;
+  static constexpr bool kTight = kOf != GradientOf::values && kDepth == 256;
   static constexpr u32 kFetchRegisters = kTight ? 24 : 40, kRegisters = kTight ? 240 : 232;
-  static constexpr bool kKeys = kOf != Deep::queries;  ///< rows are keys, and columns have statistics
+  static constexpr bool kKeys = kOf != GradientOf::queries;  ///< rows are keys, and columns have statistics
   static constexpr u32 kRowHalf = kRows * 128, kRowTile = kMostHalves * kRowHalf;  ///< bytes of one operand
   static constexpr u32 kColHalf = kStream * 128, kColTile = kMostHalves * kColHalf;
-  static constexpr u32 kCols = (kOf == Deep::values ? 1 : 2) * kRowTile, kOtherCols = kCols + kStages * kColTile;
+  static constexpr u32 kCols = (kOf == GradientOf::values ? 1 : 2) * kRowTile, kOtherCols = kCols + kStages * kColTile;
   RingBarriers<2> rows;  ///< one of each operand
   RingBarriers<kStages> cols;
   RingBarriers<kOtherStages> other_cols;
@@ -34,10 +34,10 @@ struct DeepShared {
 
 /// One warp fetches the rows of each item, the operand that is needed first as soon as the item before has done with
 /// it. kSeen: columns are keys that may be padding.
-template <bool kSeen, bool kPieces, int kDepth, int kValues, Deep kOf>
-__device__ __forceinline__ void fetch_deep_rows(const BackwardParams& p, DeepShared<kDepth, kValues, kOf>& shared,
-                                                u32 rows) {
-  using S = DeepShared<kDepth, kValues, kOf>;
+template <bool kSeen, bool kSplit, int kDepth, int kValues, GradientOf kOf>
+__device__ __forceinline__ void fetch_head_dim_gt_128_rows(const BackwardParams& p,
+                                                           HeadDimGt128Shared<kDepth, kValues, kOf>& shared, u32 rows) {
+  using S = HeadDimGt128Shared<kDepth, kValues, kOf>;
   const Walk& walk = p.walk;
   Producer<1> at;
 #pragma unroll 1
@@ -46,13 +46,13 @@ __device__ __forceinline__ void fetch_deep_rows(const BackwardParams& p, DeepSha
     if (threadIdx.x == 0) {
       const int4 place = record(walk.row_tiles, item.x);
       const u32 full = shared.rows.acquire({0, at.parity});
-      shared.item = {steps_of<kSeen, kPieces>(p, i, item), item.y, item.z, item.x};
-      if constexpr (kPieces) {
+      shared.item = {steps_of<kSeen, kSplit>(p, i, item), item.y, item.z, item.x};
+      if constexpr (kSplit) {
         shared.part = record(p.pieces, i).z;
       }
       mbarrier::arrive_expect(full, S::kHalves * 128 * walk.row_places);
       fetch<S::kHalves>(p.rows[0], rows, S::kRowHalf, full, place, item.y, item.z);
-      if constexpr (kOf != Deep::values) {
+      if constexpr (kOf != GradientOf::values) {
         const u32 second = shared.rows.acquire({1, at.parity});
         mbarrier::arrive_expect(second, S::kValueHalves * 128 * walk.row_places);
         fetch<S::kValueHalves>(p.rows[1], rows + S::kRowTile, S::kRowHalf, second, place, item.y, item.z);
@@ -69,14 +69,15 @@ __device__ __forceinline__ void fetch_deep_rows(const BackwardParams& p, DeepSha
 }
 
 /// A thread of another warp one operand of the columns of each step.
-template <bool kOther, bool kSeen, bool kPieces, int kDepth, int kValues, Deep kOf>
-__device__ __forceinline__ void fetch_deep_cols(const BackwardParams& p, DeepShared<kDepth, kValues, kOf>& shared,
-                                                u32 tiles) {
-  using S = DeepShared<kDepth, kValues, kOf>;
+template <bool kOther, bool kSeen, bool kSplit, int kDepth, int kValues, GradientOf kOf>
+__device__ __forceinline__ void fetch_head_dim_gt_128_cols(const BackwardParams& p,
+                                                           HeadDimGt128Shared<kDepth, kValues, kOf>& shared,
+                                                           u32 tiles) {
+  using S = HeadDimGt128Shared<kDepth, kValues, kOf>;
   constexpr int kHalves = kOther ? S::kValueHalves : S::kHalves;
   const Walk& walk = p.walk;
   Producer<kOther ? S::kOtherStages : S::kStages> at;
-  walk_steps<S::kKeys, kPieces>(p, [&](int batch, int head, int r, int tile) {
+  walk_steps<S::kKeys, kSplit>(p, [&](int batch, int head, int r, int tile) {
     if (kSeen && !sees_tile(p.seen, batch, tile)) {
       return;
     }
@@ -93,10 +94,11 @@ __device__ __forceinline__ void fetch_deep_cols(const BackwardParams& p, DeepSha
 }
 
 /// What all three begin with.
-template <int kDepth, int kValues, Deep kOf>
-__device__ __forceinline__ void make_deep_barriers(const BackwardParams& p, DeepShared<kDepth, kValues, kOf>& shared,
-                                                   u32 cols) {
-  using S = DeepShared<kDepth, kValues, kOf>;
+template <int kDepth, int kValues, GradientOf kOf>
+__device__ __forceinline__ void make_head_dim_gt_128_barriers(const BackwardParams& p,
+                                                              HeadDimGt128Shared<kDepth, kValues, kOf>& shared,
+                                                              u32 cols) {
+  using S = HeadDimGt128Shared<kDepth, kValues, kOf>;
   clear_unplaced(cols, (S::kStages + S::kOtherStages) * S::kMostHalves, kStream, p.walk.col_places);
   init_barriers([&] {
     shared.rows.make(1, 8);
@@ -106,18 +108,18 @@ __device__ __forceinline__ void make_deep_barriers(const BackwardParams& p, Deep
   begin_backward(p);
 }
 /// The roles of the warpgroup that fetches, a warp for each.
-template <bool kSeen, bool kPieces, int kDepth, int kValues, Deep kOf>
-__device__ __forceinline__ void fetch_all_deep(const BackwardParams& p, DeepShared<kDepth, kValues, kOf>& shared,
-                                               u32 rows) {
-  using S = DeepShared<kDepth, kValues, kOf>;
+template <bool kSeen, bool kSplit, int kDepth, int kValues, GradientOf kOf>
+__device__ __forceinline__ void fetch_all_head_dim_gt_128(const BackwardParams& p,
+                                                          HeadDimGt128Shared<kDepth, kValues, kOf>& shared, u32 rows) {
+  using S = HeadDimGt128Shared<kDepth, kValues, kOf>;
   if (threadIdx.x < 32) {
-    fetch_deep_rows<kSeen, kPieces>(p, shared, rows);
+    fetch_head_dim_gt_128_rows<kSeen, kSplit>(p, shared, rows);
   } else if (threadIdx.x == 32) {
-    fetch_deep_cols<false, kSeen, kPieces>(p, shared, rows + S::kCols);
+    fetch_head_dim_gt_128_cols<false, kSeen, kSplit>(p, shared, rows + S::kCols);
   } else if (threadIdx.x == 64) {
-    fetch_deep_cols<true, kSeen, kPieces>(p, shared, rows + S::kOtherCols);
+    fetch_head_dim_gt_128_cols<true, kSeen, kSplit>(p, shared, rows + S::kOtherCols);
   } else if (S::kKeys && threadIdx.x >= 96) {
-    gather_stats<kPieces>(p, shared);
+    gather_stats<kSplit>(p, shared);
   }
 }
 
@@ -127,17 +129,19 @@ __device__ __forceinline__ void to_probabilities(float (&s)[kStream / 2], const 
 }
 
 /// dq = scale · dS · k, or dk = scale · dSᵀ · q. kGeneral: there are masks of bits, or columns that nothing uses.
-/// kPieces: items may be pieces of tiles.
-template <typename T, int kDepth, int kValues, bool kKeys, bool kGeneral, bool kPieces>
+/// kSplit: items may be pieces of tiles.
+template <typename T, int kDepth, int kValues, bool kKeys, bool kGeneral, bool kSplit>
 struct BackwardDeep {
-  using S = DeepShared<kDepth, kValues, kKeys ? Deep::keys : Deep::queries>;
+  using S = HeadDimGt128Shared<kDepth, kValues, kKeys ? GradientOf::keys : GradientOf::queries>;
   static constexpr Roles kRoles{
       .consumers = 2, .producer_registers = S::kFetchRegisters, .consumer_registers = S::kRegisters};
   const BackwardParams& p;
   S& shared;
   u32 rows;  ///< tiles; those of columns follow
 
-  __device__ __forceinline__ void produce() const { fetch_all_deep<kGeneral && !kKeys, kPieces>(p, shared, rows); }
+  __device__ __forceinline__ void produce() const {
+    fetch_all_head_dim_gt_128<kGeneral && !kKeys, kSplit>(p, shared, rows);
+  }
 
   __device__ __forceinline__ void consume() const {
     const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1, lane = static_cast<int>(threadIdx.x) % 32;
@@ -240,7 +244,7 @@ struct BackwardDeep {
       wgmma::wait<0>();
       release_step();
       const int4 note = read_note(shared.item);
-      const int part = kPieces ? read_part(shared.part) : -1;
+      const int part = kSplit ? read_part(shared.part) : -1;
       release(row_empty, 0);  // the next item's rows of this operand come while these sums leave through the other's
       const int own = own_token(p.walk, note.w, warpgroup);
       named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
@@ -252,29 +256,29 @@ struct BackwardDeep {
   }
 };
 
-template <typename T, int kDepth, int kValues, bool kKeys, bool kGeneral, bool kPieces>
-__global__ void __launch_bounds__(kThreads, 1) backward_deep(const __grid_constant__ BackwardParams p) {
-  using Kernel = BackwardDeep<T, kDepth, kValues, kKeys, kGeneral, kPieces>;
+template <typename T, int kDepth, int kValues, bool kKeys, bool kGeneral, bool kSplit>
+__global__ void __launch_bounds__(kThreads, 1) backward_head_dim_gt_128(const __grid_constant__ BackwardParams p) {
+  using Kernel = BackwardDeep<T, kDepth, kValues, kKeys, kGeneral, kSplit>;
   using S = typename Kernel::S;
   extern __shared__ u8 raw[];
   __shared__ S shared;
   const u32 rows = stages_in(raw);
-  make_deep_barriers(p, shared, rows + S::kCols);
+  make_head_dim_gt_128_barriers(p, shared, rows + S::kCols);
   run_warp_specialized(Kernel{p, shared, rows});
 }
 
 /// dv = Pᵀ · d_o. The scores of a step are in the tensor cores while the probabilities of the step before meet d_o.
 /// kGeneral: there are masks of bits, or queries that nothing uses.
-template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit>
 struct BackwardDeepValues {
-  using S = DeepShared<kDepth, kValues, Deep::values>;
+  using S = HeadDimGt128Shared<kDepth, kValues, GradientOf::values>;
   static constexpr Roles kRoles{
       .consumers = 2, .producer_registers = S::kFetchRegisters, .consumer_registers = S::kRegisters};
   const BackwardParams& p;
   S& shared;
   u32 rows;  ///< tiles; those of columns follow
 
-  __device__ __forceinline__ void produce() const { fetch_all_deep<false, kPieces>(p, shared, rows); }
+  __device__ __forceinline__ void produce() const { fetch_all_head_dim_gt_128<false, kSplit>(p, shared, rows); }
 
   __device__ __forceinline__ void consume() const {
     const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1, lane = static_cast<int>(threadIdx.x) % 32;
@@ -354,7 +358,7 @@ struct BackwardDeepValues {
         end_values();
       }
       named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
-      store_gradient<T, kValues>(p, 0, p.value_depth, note, kPieces ? read_part(shared.part) : -1, own, dv, 1.0f, k);
+      store_gradient<T, kValues>(p, 0, p.value_depth, note, kSplit ? read_part(shared.part) : -1, own, dv, 1.0f, k);
       fence_async_proxy();  // the next rows come by the copy engine
       shared.rows.release(0);
     }
@@ -362,14 +366,15 @@ struct BackwardDeepValues {
   }
 };
 
-template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
-__global__ void __launch_bounds__(kThreads, 1) backward_deep_values(const __grid_constant__ BackwardParams p) {
-  using Kernel = BackwardDeepValues<T, kDepth, kValues, kGeneral, kPieces>;
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit>
+__global__ void __launch_bounds__(kThreads, 1)
+    backward_head_dim_gt_128_values(const __grid_constant__ BackwardParams p) {
+  using Kernel = BackwardDeepValues<T, kDepth, kValues, kGeneral, kSplit>;
   using S = typename Kernel::S;
   extern __shared__ u8 raw[];
   __shared__ S shared;
   const u32 rows = stages_in(raw);
-  make_deep_barriers(p, shared, rows + S::kCols);
+  make_head_dim_gt_128_barriers(p, shared, rows + S::kCols);
   run_warp_specialized(Kernel{p, shared, rows});
 }
 

@@ -15,8 +15,8 @@
 namespace fretwork::attention_op::hopper {
 
 template <int kColumns>
-struct WholeShared {
-  static constexpr WholeTiles kTiles = whole_tiles(kColumns);
+struct FiveProductShared {
+  static constexpr FiveProductTiles kTiles = five_product_tiles(kColumns);
   static constexpr bool kThird = kColumns == 64;                    ///< a warpgroup of its own makes dq
   static constexpr bool kApart = kTiles.outputs != kTiles.queries;  ///< d_o does not come and go with q
   static constexpr int kHalves = kColumns / 64;
@@ -37,10 +37,10 @@ struct WholeShared {
 
 /// A key tile of one key head. Heads that run together take turns, so that a head's next key tile comes some items
 /// later.
-struct WholeItem {
+struct FiveProductItem {
   int tile, head, batch, first;  ///< `first`: of the query tiles it meets; it meets all from there on
 
-  __device__ __forceinline__ WholeItem(const WholeParams& p, int index) {
+  __device__ __forceinline__ FiveProductItem(const FiveProductParams& p, int index) {
     const int group = index / (p.together * p.row_tiles), rest = index - group * p.together * p.row_tiles;
     const int count = min(p.together, p.pairs - group * p.together), pair = group * p.together + rest % count;
     tile = rest / count;
@@ -48,16 +48,16 @@ struct WholeItem {
     head = pair - batch * p.kv_heads;
     first = max(0, (tile * kRows + p.low) / kStream);
   }
-  __device__ __forceinline__ int steps(const WholeParams& p) const { return p.col_tiles - first; }
+  __device__ __forceinline__ int steps(const FiveProductParams& p) const { return p.col_tiles - first; }
 };
 
 /// A key tile's step with a query head: which query tile, which of all sums, and how many key tiles add to it earlier.
 /// Where all meet all, key tiles are two steps apart and go round; else they go from the last query tile to their
 /// first.
-struct WholeTurn {
+struct FiveProductTurn {
   int head, col, before, tile, sum;  ///< `tile`: of all query tiles
 
-  __device__ __forceinline__ WholeTurn(const WholeParams& p, const WholeItem& item, int n, int step)
+  __device__ __forceinline__ FiveProductTurn(const FiveProductParams& p, const FiveProductItem& item, int n, int step)
       : head(item.head * p.group + n), col(p.col_tiles - 1 - step), before(item.tile) {
     bool early = false;
     if (p.round != 0) {
@@ -72,7 +72,7 @@ struct WholeTurn {
 
 /// Calls each(index of the item, its place) for all that this CTA does, as the one who fetches says.
 template <typename S, typename Each>
-__device__ __forceinline__ void whole_items(S& shared, Each each) {
+__device__ __forceinline__ void five_product_items(S& shared, Each each) {
   for (Consumer<S::kTiles.items> ring;; ring.next()) {
     shared.rows.wait(ring);
     const int index = *const_cast<volatile int*>(&shared.items[ring.stage]);
@@ -84,19 +84,20 @@ __device__ __forceinline__ void whole_items(S& shared, Each each) {
 }
 /// Calls step(turn) for all steps of an item.
 template <typename Step>
-__device__ __forceinline__ void whole_steps(const WholeParams& p, const WholeItem& item, Step step) {
+__device__ __forceinline__ void five_product_steps(const FiveProductParams& p, const FiveProductItem& item, Step step) {
   for (int n = 0; n < p.group; ++n) {
 #pragma unroll 1
     for (int t = 0; t < item.steps(p); ++t) {
-      step(WholeTurn(p, item, n, t));
+      step(FiveProductTurn(p, item, n, t));
     }
   }
 }
 
 /// One thread takes items in their order and fetches their rows, queries and statistics.
 template <int kColumns>
-__device__ __forceinline__ void fetch_whole(const WholeParams& p, WholeShared<kColumns>& shared, u32 rows) {
-  using S = WholeShared<kColumns>;
+__device__ __forceinline__ void fetch_five_product(const FiveProductParams& p, FiveProductShared<kColumns>& shared,
+                                                   u32 rows) {
+  using S = FiveProductShared<kColumns>;
   Producer<S::kTiles.queries> ring;
   fence_async_proxy_global();  // statistics were written by ordinary stores
   for (Producer<S::kTiles.items> items;; items.next()) {
@@ -108,12 +109,12 @@ __device__ __forceinline__ void fetch_whole(const WholeParams& p, WholeShared<kC
       return;
     }
     shared.items[items.stage] = index;
-    const WholeItem item(p, index);
+    const FiveProductItem item(p, index);
     const int4 place{item.tile * kRows, 0, 0, 0};
     mbarrier::arrive_expect(full, 2 * S::kRowTile);
     fetch<S::kHalves>(p.k, k, S::kRowHalf, full, place, item.batch, item.head);
     fetch<S::kHalves>(p.v, k + S::kRowTile, S::kRowHalf, full, place, item.batch, item.head);
-    whole_steps(p, item, [&](const WholeTurn& turn) {
+    five_product_steps(p, item, [&](const FiveProductTurn& turn) {
       const u32 filled = shared.queries.acquire(ring);
       mbarrier::arrive_expect(filled, (S::kApart ? 1 : 2) * S::kColTile + kStream * sizeof(RowStats));
       fetch<S::kHalves>(p.q, rows + S::kQueries + ring.stage * S::kColTile, S::kColHalf, filled,
@@ -131,13 +132,14 @@ __device__ __forceinline__ void fetch_whole(const WholeParams& p, WholeShared<kC
 
 /// Another one fetches d_o, where shared memory has room for fewer of its tiles than of q's.
 template <int kColumns>
-__device__ __forceinline__ void fetch_outputs(const WholeParams& p, WholeShared<kColumns>& shared, u32 rows) {
-  using S = WholeShared<kColumns>;
+__device__ __forceinline__ void fetch_outputs(const FiveProductParams& p, FiveProductShared<kColumns>& shared,
+                                              u32 rows) {
+  using S = FiveProductShared<kColumns>;
   Producer<S::kTiles.outputs> ring;
-  whole_items(shared, [&](int index, int place) {
-    const WholeItem item(p, index);
+  five_product_items(shared, [&](int index, int place) {
+    const FiveProductItem item(p, index);
     shared.rows.release_lane(place);
-    whole_steps(p, item, [&](const WholeTurn& turn) {
+    five_product_steps(p, item, [&](const FiveProductTurn& turn) {
       const u32 full = shared.outputs.acquire(ring);
       mbarrier::arrive_expect(full, S::kColTile);
       fetch<S::kHalves>(p.d_o, rows + S::kOutputs + ring.stage * S::kColTile, S::kColHalf, full,
@@ -149,13 +151,14 @@ __device__ __forceinline__ void fetch_outputs(const WholeParams& p, WholeShared<
 
 /// And one for each of the two places of dq adds what is there to its sum, when it is its turn.
 template <int kColumns>
-__device__ __forceinline__ void add_in_turn(const WholeParams& p, WholeShared<kColumns>& shared, u32 rows, u32 which) {
-  using S = WholeShared<kColumns>;
+__device__ __forceinline__ void add_in_turn(const FiveProductParams& p, FiveProductShared<kColumns>& shared, u32 rows,
+                                            u32 which) {
+  using S = FiveProductShared<kColumns>;
   Consumer<2> ring;
-  whole_items(shared, [&](int index, int place) {
-    const WholeItem item(p, index);
+  five_product_items(shared, [&](int index, int place) {
+    const FiveProductItem item(p, index);
     shared.rows.release_lane(place);
-    whole_steps(p, item, [&](const WholeTurn& turn) {
+    five_product_steps(p, item, [&](const FiveProductTurn& turn) {
       if (ring.stage == which) {
         const u32 from = rows + S::kSumsAt + which * S::kSums;
         float* const to = p.sums + static_cast<i64>(turn.sum) * (S::kSums / 4);
@@ -180,7 +183,8 @@ __device__ __forceinline__ void add_in_turn(const WholeParams& p, WholeShared<kC
   });
 }
 
-/// A warpgroup's dq of 64 columns, as it falls: rows are columns of q, columns queries. finish_whole knows the order.
+/// A warpgroup's dq of 64 columns, as it falls: rows are columns of q, columns queries. finish_five_product knows the
+/// order.
 template <typename S>
 __device__ __forceinline__ void put_sums(S& shared, u32 place, u32 to, const float (&dq)[kStream / 2]) {
 #pragma unroll
@@ -208,13 +212,13 @@ __device__ __forceinline__ void multiply_gradients(float (&dq)[kStream / 2], u32
 
 /// With 64 columns a warpgroup does nothing else.
 template <typename T>
-__device__ __forceinline__ void multiply_queries(const WholeParams& p, WholeShared<64>& shared, u32 rows) {
-  using S = WholeShared<64>;
+__device__ __forceinline__ void multiply_queries(const FiveProductParams& p, FiveProductShared<64>& shared, u32 rows) {
+  using S = FiveProductShared<64>;
   Consumer<S::kTiles.scores> ring;
   Producer<2> places;
-  whole_items(shared, [&](int index, int place) {
+  five_product_items(shared, [&](int index, int place) {
 #pragma unroll 1
-    for (int n = p.group * WholeItem(p, index).steps(p); n > 0; --n) {
+    for (int n = p.group * FiveProductItem(p, index).steps(p); n > 0; --n) {
       float dq[kStream / 2];
       shared.scores.wait(ring);
       wgmma::fence();
@@ -234,7 +238,7 @@ __device__ __forceinline__ void multiply_queries(const WholeParams& p, WholeShar
 /// Which of a warp's 16 keys are padding, a bit for each; rows of k that are become zeros, because dq is a sum over
 /// them. All threads of a warpgroup call it, for the keys from `first` on that its half of k has.
 template <typename S>
-__device__ __forceinline__ u32 hide_keys(const WholeParams& p, int batch, int first, u32 k) {
+__device__ __forceinline__ u32 hide_keys(const FiveProductParams& p, int batch, int first, u32 k) {
   const auto is_padding = [&](int key) { return p.padding.data[batch * p.padding.batch + key * p.padding.col] != 0; };
   const u32 row = threadIdx.x % 64, part = threadIdx.x / 64 % 2;
   if (is_padding(first + static_cast<int>(row))) {
@@ -259,8 +263,9 @@ __device__ __forceinline__ void cut_keys(float (&s)[kStream / 2], u32 hidden) {
 /// Two warpgroups of 64 keys each. While exponents are taken or dS is made, products are under way. With 128 columns
 /// each also makes dq of 64 columns, where dP was, and finds dSᵀ for dk in shared memory: registers are all taken.
 template <typename T, bool kMasked, bool kPadded, int kColumns>
-__device__ __forceinline__ void multiply_keys(const WholeParams& p, WholeShared<kColumns>& shared, u32 rows) {
-  using S = WholeShared<kColumns>;
+__device__ __forceinline__ void multiply_keys(const FiveProductParams& p, FiveProductShared<kColumns>& shared,
+                                              u32 rows) {
+  using S = FiveProductShared<kColumns>;
   using wgmma::Major;
   const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1, lane = static_cast<int>(threadIdx.x) % 32;
   const int warp_row = static_cast<int>(threadIdx.x) / 32 % 4 * 16;
@@ -268,7 +273,7 @@ __device__ __forceinline__ void multiply_keys(const WholeParams& p, WholeShared<
   Consumer<S::kTiles.outputs> outputs;
   Consumer<S::kTiles.scores> places;  // both fills and reads them
   Producer<2> sums;
-  whole_items(shared, [&](int index, int place) {
+  five_product_items(shared, [&](int index, int place) {
     const u32 k = rows + place * 2 * S::kRowTile + warpgroup * 8192, v = k + S::kRowTile;
     float dk[kColumns / 2], dv[kColumns / 2], s[kStream / 2], dp[kStream / 2];
     u32 left[kStream / 16][4];
@@ -284,14 +289,14 @@ __device__ __forceinline__ void multiply_keys(const WholeParams& p, WholeShared<
     };
     u32 hidden = 0;
     if constexpr (kPadded) {
-      const WholeItem of(p, index);
+      const FiveProductItem of(p, index);
       hidden = hide_keys<S>(p, of.batch, of.tile * kRows + warpgroup * 64, k);
       join_cleared(1 + warpgroup);
     }
     shared.queries.wait(ring);
     ask(at(ring.stage));
     wgmma::wait<0>();
-    const WholeItem item(p, index);
+    const FiveProductItem item(p, index);
     const int steps = item.steps(p);
     int before = -1;
     int low = p.low + item.tile * kRows - (p.col_tiles - 1) * kStream;  // of the band as this step's tiles see it
@@ -414,9 +419,9 @@ __device__ __forceinline__ void multiply_keys(const WholeParams& p, WholeShared<
 
 /// kMasked: query tiles may be under a band. kPadded: keys may be padding.
 template <typename T, int kColumns, bool kMasked, bool kPadded>
-__global__ void __launch_bounds__(whole_tiles(kColumns).threads, 1)
-    backward_whole(const __grid_constant__ WholeParams p) {
-  using S = WholeShared<kColumns>;
+__global__ void __launch_bounds__(five_product_tiles(kColumns).threads, 1)
+    backward_five_product(const __grid_constant__ FiveProductParams p) {
+  using S = FiveProductShared<kColumns>;
   extern __shared__ u8 raw[];
   __shared__ S shared;
   const u32 rows = stages_in(raw);
@@ -432,7 +437,7 @@ __global__ void __launch_bounds__(whole_tiles(kColumns).threads, 1)
   if (warpgroup == 0) {
     fewer_registers<S::kFetchRegisters>();
     if (threadIdx.x == 0) {
-      fetch_whole(p, shared, rows);
+      fetch_five_product(p, shared, rows);
     } else if (S::kApart && threadIdx.x == 32) {
       fetch_outputs(p, shared, rows);
     } else if (threadIdx.x == 64 || threadIdx.x == 96) {
@@ -451,7 +456,7 @@ __global__ void __launch_bounds__(whole_tiles(kColumns).threads, 1)
 
 /// Queries' gradients from their sums: a CTA for each tile.
 template <typename T, int kColumns>
-__global__ void __launch_bounds__(128) finish_whole(const __grid_constant__ WholeParams p) {
+__global__ void __launch_bounds__(128) finish_five_product(const __grid_constant__ FiveProductParams p) {
   constexpr int kSums = kStream * kColumns;
   __shared__ alignas(16) T tile[kStream][kColumns + 8];
   wait_for_earlier_kernel();

@@ -146,7 +146,12 @@ void compress(const Format& f, std::int64_t* bad, Context& context) {
 }
 
 /// Without values and words, compress only looks.
-void check(const Format& f, std::int64_t* bad, Context& context) { compress(f, bad, context); }
+void check(const Format& f, std::int64_t* bad, Context& context) {
+  Format look = f;
+  look.values = {};
+  look.words = {};
+  compress(look, bad, context);
+}
 
 void check_metadata(const Format& f, const Matrix& to, bool keep_valid, std::int64_t* bad, Context& context) {
   const driver::DeviceScope scope(context.device.index);

@@ -6,7 +6,6 @@
 #include <array>
 #include <cstdint>
 #include <functional>
-#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -34,10 +33,26 @@ struct Candidate {
   double microseconds = 0;
 };
 
-/// The first of the cheapest. There is at least one.
-template <typename Config>
-const Candidate<Config>& cheapest(std::span<const Candidate<Config>> candidates) {
-  return *std::ranges::min_element(candidates, {}, &Candidate<Config>::microseconds);
+/// Of a list that is not empty. Costs that agree to nine digits are the same, so that rounding decides nothing; the
+/// first of them is the cheapest.
+template <typename Config, typename List>
+auto& cheapest(List&& candidates) {
+  return *std::ranges::min_element(candidates, [](const Candidate<Config>& a, const Candidate<Config>& b) {
+    return a.microseconds < (1 - 1e-9) * b.microseconds;
+  });
+}
+
+/// Runs the cheapest candidate that can run, and returns its config. `run` answers false, having done nothing, where a
+/// config cannot run; one of them always can.
+template <typename Config, typename Run>
+Config run_cheapest(std::vector<Candidate<Config>> candidates, const Run& run) {
+  while (true) {
+    Candidate<Config>& best = cheapest<Config>(candidates);
+    if (run(best.config)) {
+      return std::move(best.config);
+    }
+    candidates.erase(candidates.begin() + (&best - candidates.data()));
+  }
 }
 
 /// What was chosen lately for problems with the same numbers. Choosing takes longer than a launch.

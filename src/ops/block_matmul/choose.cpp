@@ -1,5 +1,7 @@
 // The products on a GPU: which kernels run a problem. The only place where that is chosen: each family that fits is a
-// candidate with its cost in µs (Cost in cuda/families.h), and the cheapest one runs.
+// candidate with its cost in µs (runtime/cost.h), and the cheapest one runs.
+#include "runtime/choose.h"
+
 #include <algorithm>
 #include <limits>
 #include <string>
@@ -15,23 +17,12 @@ namespace {
 enum class Family { hopper, portable, generic };
 
 struct Config {
-  Family family;
+  Family family = Family::generic;
   int tile = 0;  ///< portable: columns of a tile
 };
 
-struct Candidate {
-  Config config;
-  double microseconds;
-};
-
-/// Of candidates with the same cost the first one.
-std::vector<Candidate>::iterator cheapest(std::vector<Candidate>& candidates) {
-  return std::min_element(candidates.begin(), candidates.end(),
-                          [](const Candidate& a, const Candidate& b) { return a.microseconds < b.microseconds; });
-}
-
-std::vector<Candidate> candidates_for(const Problem& problem, const Context& context) {
-  std::vector<Candidate> list;
+std::vector<Candidate<Config>> candidates_for(const Problem& problem, const Context& context) {
+  std::vector<Candidate<Config>> list;
   list.reserve(4);
   if (hopper::fits(problem, context)) {
     list.push_back({{Family::hopper}, hopper::cost(problem, context).microseconds()});
@@ -86,11 +77,8 @@ void cuda::run(const Problem& problem, Context& context) {
     }
   }
   const fretwork::cuda::DeviceScope scope(context.device.index);
-  std::vector<Candidate> candidates = candidates_for(problem, context);
-  for (auto best = cheapest(candidates); !block_matmul::run(best->config, problem, context);
-       best = cheapest(candidates)) {
-    candidates.erase(best);
-  }
+  run_cheapest(candidates_for(problem, context),
+               [&](const Config& config) { return block_matmul::run(config, problem, context); });
 }
 
 }  // namespace fretwork::block_matmul

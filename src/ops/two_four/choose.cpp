@@ -65,12 +65,12 @@ Config choose(const KernelFamily& family, const Problem& problem, const Machine&
   std::array<bool, Candidates::kMost> counted{};
   while (true) {
     const std::span<Candidate> all = list.all();
-    const auto best = std::ranges::min_element(all, {}, &Candidate::microseconds);
-    bool& known = counted[static_cast<std::size_t>(best - all.begin())];
-    if (known || best->config.split == 1 || family.cost == nullptr) {
-      return best->config;
+    Candidate& best = cheapest<Config>(all);
+    bool& known = counted[static_cast<std::size_t>(&best - all.data())];
+    if (known || best.config.split == 1 || family.cost == nullptr) {
+      return best.config;
     }
-    best->microseconds = family.cost(problem, best->config, machine, count(best->config));
+    best.microseconds = family.cost(problem, best.config, machine, count(best.config));
     known = true;
   }
 }

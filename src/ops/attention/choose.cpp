@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <limits>
 #include <string>
 #include <utility>
@@ -142,11 +143,55 @@ bool run(const Config& config, const BackwardProblem& b, Context& context) {
                                                       : hopper::launch(b, config.backward_plans, context);
 }
 
+std::string text_of(const Config& config) {
+  switch (config.family) {
+    case Family::hopper_heads_in_tile:
+      return "hopper, several heads in a tile";
+    case Family::decode:
+      return "decode";
+    case Family::hopper:
+      return "hopper";
+    case Family::hopper_five_product:
+      return "hopper, five products";
+    case Family::portable:
+      break;
+  }
+  return "portable";
+}
+
+std::string text_of(const Problem& p, const char* op = "attention") {
+  const auto number = [](std::int64_t n) { return std::to_string(n); };
+  double scores = 0;
+  for (const auto& pattern : p.patterns) {
+    scores += pattern->density() / static_cast<double>(p.patterns.size());
+  }
+  char percent[32];
+  std::snprintf(percent, sizeof(percent), "%.3g", 100 * scores);
+  return std::string(op) + ", batch " + number(p.batch) + ", " + number(p.heads) + " heads (" + number(p.kv_heads) +
+         " of keys), " + number(p.rows) + " queries × " + number(p.cols) + " keys, " + percent +
+         "% of scores, head dim " + number(p.depth) +
+         (p.value_depth != p.depth ? " (values " + number(p.value_depth) + ")" : "") + ", " + name_of(p.dtype);
+}
+std::string text_of(const BackwardProblem& b) { return text_of(b.forward, "attention_backward"); }
+
+bool writes_over_operands(const Problem& p) {
+  return writes_over({p.o.data, p.lse.data}, {p.q.data, p.k.data, p.v.data, p.bias.data});
+}
+bool writes_over_operands(const BackwardProblem& b) {
+  const Problem& p = b.forward;
+  return writes_over({b.d_q.data, b.d_k.data, b.d_v.data, b.d_bias.data},
+                     {p.q.data, p.k.data, p.v.data, p.o.data, p.lse.data, p.bias.data, b.d_o.data, b.d_lse.data});
+}
+
 /// Runs the cheapest candidate that can run.
 template <typename AnyProblem>
 void run_cheapest(const AnyProblem& problem, Context& context) {
-  fretwork::run_cheapest(candidates_for(problem, context),
-                         [&](const Config& config) { return run(config, problem, context); });
+  Candidates candidates = candidates_for(problem, context);
+  const auto run_one = [&](const Config& config) { return run(config, problem, context); };
+  if (explains()) [[unlikely]] {
+    return explain_cheapest(context, text_of(problem), candidates, run_one, writes_over_operands(problem));
+  }
+  fretwork::run_cheapest(std::move(candidates), run_one);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fretwork/error.h"
@@ -50,6 +51,33 @@ bool run(const Config& config, const Problem& problem, Context& context) {
   return true;
 }
 
+std::string text_of(const Config& config) {
+  switch (config.family) {
+    case Family::hopper:
+      return "hopper";
+    case Family::portable:
+      return "portable, tiles of " + std::to_string(config.tile) + " columns";
+    case Family::generic:
+      break;
+  }
+  return "generic";
+}
+
+std::string text_of(const Problem& p) {
+  const auto number = [](std::int64_t n) { return std::to_string(n); };
+  const auto& s = p.layout->sizes();
+  const std::int64_t free = p.kind == Kind::spmm ? p.out.cols : p.left.cols;
+  return std::string(p.op) + ", " + number(s.rows * s.block_rows) + " × " + number(s.cols * s.block_cols) + " in " +
+         number(p.layout->nnz()) + " blocks of " + number(s.block_rows) + " × " + number(s.block_cols) + ", " +
+         (p.kind == Kind::spmm ? "dense side " : "depth ") + number(free) + ", batch " + number(p.z_out * p.z_sum) +
+         ", heads " + number(p.h_out * p.h_sum) + ", " + name_of(p.dtype);
+}
+
+bool writes_over_operands(const Problem& p) {
+  return p.kind == Kind::spmm ? writes_over({p.out.data}, {p.right.data, p.sparse.data})
+                              : writes_over({p.sparse.data}, {p.left.data, p.right.data});
+}
+
 }  // namespace
 
 double flops_of(const Problem& p) {
@@ -77,8 +105,12 @@ void cuda::run(const Problem& problem, Context& context) {
     }
   }
   const fretwork::cuda::DeviceScope scope(context.device.index);
-  run_cheapest(candidates_for(problem, context),
-               [&](const Config& config) { return block_matmul::run(config, problem, context); });
+  std::vector<Candidate<Config>> candidates = candidates_for(problem, context);
+  const auto run_one = [&](const Config& config) { return block_matmul::run(config, problem, context); };
+  if (explains()) [[unlikely]] {
+    return explain_cheapest(context, text_of(problem), candidates, run_one, writes_over_operands(problem));
+  }
+  run_cheapest(std::move(candidates), run_one);
 }
 
 }  // namespace fretwork::block_matmul

@@ -29,6 +29,8 @@ struct Explanation {
   std::vector<std::string> candidates;
   std::vector<double> microseconds;
   std::vector<std::string> taken;
+
+  std::string first_taken() const { return taken.empty() ? "nothing" : taken.front(); }
 };
 
 /// One call's text; nothing where it is not of the form.
@@ -144,8 +146,8 @@ TEST_F(Explain, Attention) {
       forward.problem,
       "attention, batch 1, 16 heads (16 of keys), 4096 queries × 4096 keys, 100% of scores, head dim 128, bfloat16");
   EXPECT_EQ(forward.candidates, (std::vector<std::string>{"hopper", "portable"}));
-  EXPECT_EQ(passes(64, 8, 1, 65536, false).taken.front(), "decode");
-  EXPECT_EQ(passes(64, 8, 4, 4096, false).taken.front(), "hopper, several heads in a tile");
+  EXPECT_EQ(passes(64, 8, 1, 65536, false).first_taken(), "decode");
+  EXPECT_EQ(passes(64, 8, 4, 4096, false).first_taken(), "hopper, several heads in a tile");
   const Explanation backward = passes(15, 15, 1024, 1024, true);
   EXPECT_TRUE(backward.problem.starts_with("attention_backward, batch 1, 15 heads"));
   EXPECT_EQ(backward.candidates, (std::vector<std::string>{"hopper, five products", "hopper", "portable"}));
@@ -166,7 +168,7 @@ TEST_F(Explain, BlockProducts) {
     for (int n = 0; n < 3; ++n) {
       EXPECT_TRUE(found[n].problem.starts_with(std::string(names[n]) + ", 1024 × 512 in ")) << found[n].problem;
       EXPECT_TRUE(found[n].problem.ends_with(name_of(dtype))) << found[n].problem;
-      EXPECT_EQ(found[n].taken.front(), dtype == DType::bf16 ? "hopper" : "generic");
+      EXPECT_EQ(found[n].first_taken(), dtype == DType::bf16 ? "hopper" : "generic");
       EXPECT_EQ(found[n].time, kTime);
     }
   }
@@ -184,7 +186,7 @@ TEST_F(Explain, TwoFour) {
     EXPECT_EQ(found.time, kTime);
     // Every family that fits is there.
     EXPECT_TRUE(std::ranges::find(found.candidates, "generic") != found.candidates.end());
-    return found.taken.front();
+    return found.first_taken();
   };
   EXPECT_TRUE(linear(2048, 2048, 1).starts_with("small_n_registers"));
   EXPECT_TRUE(linear(4096, 4096, 16).starts_with("small_n_tma"));
@@ -197,7 +199,7 @@ TEST_F(Explain, Kronecker) {
                    w = tensor(DType::f16, {6, 64, 48, 1}), d_w = tensor(DType::f16, {6, 64, 48, 1});
   const Explanation product = explain([&] { ksmm(x, w, y, context_); });
   EXPECT_TRUE(product.problem.starts_with("ksmm")) << product.problem;
-  EXPECT_EQ(product.taken.front(), product.candidates.front());
+  EXPECT_EQ(product.taken, std::vector{product.candidates.front()});
   const Explanation gradient = explain([&] { ksmm_backward_weight(x, y, d_w, {}, context_); });
   EXPECT_TRUE(gradient.problem.starts_with("ksmm_backward_weight")) << gradient.problem;
   EXPECT_EQ(gradient.time, kTime);

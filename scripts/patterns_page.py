@@ -187,8 +187,9 @@ union of its parts. In fp32 on a CPU, one query against all keys takes longer th
 
 A pattern made inside a function that `torch.compile` traces is a constant of the graph; other sizes are recompiled.
 (The `.T` of such a pattern is not traced: write it in a text, `fw.Pattern.parse(f"strided({n},8).T")`.) `fretwork
-bench attention --seq 4096 --pattern 'strided(4096,64)'` measures a pattern on your machine, and
-[measurements](benchmarks.md) compares all named ones with other libraries.
+bench attention --seq 4096 --pattern 'strided(4096,64)'` measures a pattern on your machine, with `--explain` it says
+[which kernels](design.md#how-a-kernel-is-chosen) could run it on a GPU, and [measurements](benchmarks.md) compares all
+named ones with other libraries.
 
 ## Gallery
 """

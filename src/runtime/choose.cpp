@@ -46,23 +46,37 @@ bool explains() { return switched().load(std::memory_order_relaxed); }
 void explain_calls(bool yes) { switched() = yes; }
 
 void explain(const Context& context, const std::string& problem, std::vector<Explained> candidates,
-             const std::string& taken, const std::function<void()>& call) {
+             const std::function<std::string()>& call, bool writes_over_operands) {
+  std::string taken, time = "captured into a graph, not timed";
+  if (cuda::is_capturing(context.stream)) {
+    taken = call();
+  } else {
+    if (!writes_over_operands) {
+      call();  // compiles the kernel if it is new
+    }
+    cuda::Timer timer;
+    timer.start(context.stream);
+    taken = call();
+    time = "took " + with_unit(1e3 * static_cast<double>(timer.stop(context.stream)));
+    time += writes_over_operands ? ", called once: compiling may be part of it" : "";
+  }
   std::string text = "fretwork: " + problem + "\n";
   std::ranges::stable_sort(candidates, {}, &Explained::microseconds);
   for (const auto& [name, microseconds] : candidates) {
     text += "  " + name + ": expected " + with_unit(microseconds) + (name == taken ? ", taken" : "") + "\n";
   }
-  if (cuda::is_capturing(context.stream)) {
-    call();
-    text += "  captured into a graph, not timed\n";
-  } else {
-    call();  // compiles the kernel if it is new
-    cuda::Timer timer;
-    timer.start(context.stream);
-    call();
-    text += "  took " + with_unit(1e3 * static_cast<double>(timer.stop(context.stream))) + "\n";
-  }
-  std::fputs(text.c_str(), stderr);
+  std::fputs((text + "  " + time + "\n").c_str(), stderr);
+}
+
+void explain(const Context& context, const std::string& problem, std::vector<Explained> candidates,
+             const std::string& taken, const std::function<void()>& call) {
+  explain(context, problem, std::move(candidates), [&] { return call(), taken; });
+}
+
+bool writes_over(std::initializer_list<const void*> results, std::initializer_list<const void*> operands) {
+  return std::ranges::any_of(results, [&](const void* result) {
+    return result != nullptr && std::ranges::find(operands, result) != operands.end();
+  });
 }
 
 }  // namespace fretwork

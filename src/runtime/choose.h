@@ -6,7 +6,7 @@
 #include <array>
 #include <cstdint>
 #include <functional>
-#include <span>
+#include <initializer_list>
 #include <string>
 #include <utility>
 #include <vector>
@@ -34,10 +34,26 @@ struct Candidate {
   double microseconds = 0;
 };
 
-/// The first of the cheapest. There is at least one.
-template <typename Config>
-const Candidate<Config>& cheapest(std::span<const Candidate<Config>> candidates) {
-  return *std::ranges::min_element(candidates, {}, &Candidate<Config>::microseconds);
+/// Of a list that is not empty. Costs that agree to nine digits are the same, so that rounding decides nothing; the
+/// first of them is the cheapest.
+template <typename Config, typename List>
+auto& cheapest(List&& candidates) {
+  return *std::ranges::min_element(candidates, [](const Candidate<Config>& a, const Candidate<Config>& b) {
+    return a.microseconds < (1 - 1e-9) * b.microseconds;
+  });
+}
+
+/// Runs the cheapest candidate that can run, and returns its config. `run` answers false, having done nothing, where a
+/// config cannot run; one of them always can.
+template <typename Config, typename Run>
+Config run_cheapest(std::vector<Candidate<Config>> candidates, const Run& run) {
+  while (true) {
+    Candidate<Config>& best = cheapest<Config>(candidates);
+    if (run(best.config)) {
+      return std::move(best.config);
+    }
+    candidates.erase(candidates.begin() + (&best - candidates.data()));
+  }
 }
 
 /// What was chosen lately for problems with the same numbers. Choosing takes longer than a launch.
@@ -80,9 +96,27 @@ struct Explained {
   std::string name;
   double microseconds;
 };
-/// Runs `call` and prints to standard error what was called, the candidates with their costs, the one taken and the
-/// time it took. In a graph's capture it is not timed.
+/// Runs `call`, which answers the name of the candidate that it took, and prints to standard error what was called, the
+/// candidates with their costs, the one taken and the time it took. The time is that of a second call, for which
+/// kernels are compiled. A call that writes over its operands has no second one, and in a graph's capture there is one
+/// call and no time.
+void explain(const Context& context, const std::string& problem, std::vector<Explained> candidates,
+             const std::function<std::string()>& call, bool writes_over_operands = false);
+/// The same where it is known what will be taken.
 void explain(const Context& context, const std::string& problem, std::vector<Explained> candidates,
              const std::string& taken, const std::function<void()>& call);
+/// The same with run_cheapest. `text_of` names a config.
+template <typename Config, typename Run>
+void explain_cheapest(const Context& context, const std::string& problem,
+                      const std::vector<Candidate<Config>>& candidates, const Run& run, bool writes_over_operands) {
+  std::vector<Explained> list;
+  for (const auto& [config, microseconds] : candidates) {
+    list.push_back({text_of(config), microseconds});
+  }
+  const auto call = [&] { return text_of(run_cheapest(candidates, run)); };
+  explain(context, problem, std::move(list), call, writes_over_operands);
+}
+/// Whether a result is where an operand is. Either may be absent: null.
+bool writes_over(std::initializer_list<const void*> results, std::initializer_list<const void*> operands);
 
 }  // namespace fretwork

@@ -548,6 +548,26 @@ def test_bench_two_four(tmp_path: Path) -> None:
         assert f"{name}, median" in ok("bench", "two_four", "--device", "cpu", *small)
 
 
+@pytest.mark.parametrize(
+    "suite",
+    [
+        ("attention", "--seq", "64", "--heads", "1", "--pattern", "causal(64)"),
+        ("block", "--n", "64", "--block", "32", "--density", "0.5", "--op", "dsd,softmax"),
+        ("kronecker", "--patterns", "1,4,4,2", "--batch", "8"),
+        ("two_four", "--m", "64", "--k", "32", "--columns", "3"),
+    ],
+    ids=lambda suite: suite[0],
+)
+def test_bench_explain_on_a_cpu(suite: tuple[str, ...]) -> None:
+    done = run("bench", *suite, "--device", "cpu", "--rounds", "1", "--explain")
+    assert done.returncode == 0
+    assert done.stderr == "bench: --explain: kernels are chosen on CUDA only, and this run is on the CPU\n"
+    assert "median of 1 rounds" in done.stdout
+    help_text = ok("bench", suite[0], "--help")
+    assert "--explain" in help_text[: help_text.index("Examples:")]
+    assert "--explain" in help_text[help_text.index("Examples:") :]
+
+
 def test_bench_of_an_empty_layout() -> None:
     assert "0.0 GFLOP/s" in ok("bench", "block", "--n", "64", "--block", "32", "--density", "0", "--rounds", "1")
 

@@ -22,6 +22,7 @@ std::mutex mutex;
 std::vector<fretwork::RecordedLaunch> launches;
 std::deque<std::string> names;  ///< of kernels; a function's handle points to one
 thread_local std::vector<Handle> contexts;
+bool capturing = false;  ///< whether streams answer that they are captured
 
 Handle some(std::uintptr_t value) { return reinterpret_cast<Handle>(value); }
 int allocate(DevicePtr* memory, std::size_t bytes) {
@@ -54,6 +55,8 @@ std::size_t recorded_launches(const fretwork::RecordedLaunch** first) {
   *first = launches.data();
   return launches.size();
 }
+
+void record_capture(bool yes) { capturing = yes; }
 
 int cuInit(unsigned) { return 0; }
 int cuDriverGetVersion(int* version) { return *version = 13000, 0; }
@@ -122,7 +125,7 @@ int cuMemsetD8Async(DevicePtr to, unsigned char value, std::size_t bytes, Handle
 
 int cuStreamCreate(Handle* stream, unsigned) { return *stream = some(3), 0; }
 int cuStreamSynchronize(Handle) { return 0; }
-int cuStreamIsCapturing(Handle, int* capturing) { return *capturing = 0, 0; }
+int cuStreamIsCapturing(Handle, int* yes) { return *yes = capturing ? 1 : 0, 0; }
 int cuThreadExchangeStreamCaptureMode(int*) { return 0; }
 int cuEventCreate(Handle* event, unsigned) { return *event = some(4), 0; }
 int cuEventDestroy_v2(Handle) { return 0; }

@@ -12,5 +12,7 @@ struct RecordedLaunch {
 
 /// All launches so far. Found by name: extern "C" recorded_launches.
 using RecordedLaunches = std::size_t (*)(const RecordedLaunch** first);
+/// Whether streams are captured into a graph from now on. Found by name: extern "C" record_capture.
+using RecordCapture = void (*)(bool yes);
 
 }  // namespace fretwork

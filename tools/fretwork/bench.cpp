@@ -113,13 +113,23 @@ void add_run_options(CLI::App& command, RunOptions& options, const char* device)
   command.add_option("--json", options.json, "Write the rows, with the machine, to this file");
 }
 
+void add_explain_option(CLI::App& command, RunOptions& options) {
+  command.add_flag("--explain", options.explain,
+                   "On CUDA: before each row is timed, print the kernels that could run it, their expected µs, the one "
+                   "taken and what it took");
+}
+
 Run::Run(const RunOptions& options)
     : options_(checked(options)),
       device_(read_device(options)),
       dtype_(read_dtype(options, device_)),
       executor_(options.threads > 0 ? options.threads : tbb::task_arena::automatic),
       csv_(open_file(options, options.csv)),
-      json_(open_file(options, options.json)) {}
+      json_(open_file(options, options.json)) {
+  if (options.explain && !explains()) {
+    fmt::print(stderr, "{}: --explain: kernels are chosen on CUDA only, and this run is on the CPU\n", options.command);
+  }
+}
 
 std::string Run::machine() const {
   return device_.type == DeviceType::cpu
@@ -171,7 +181,8 @@ void add_bench(CLI::App& app) {
       "  fretwork bench block --n 2048 --block 32,64\n"
       "  fretwork bench conv --layer 256x56 --block 64 --format nhwc\n"
       "  fretwork bench kronecker --grid facts\n"
-      "  fretwork bench two_four --columns 1,64,4096");
+      "  fretwork bench two_four --columns 1,64,4096\n"
+      "  fretwork bench two_four --device cuda:0 --columns 16 --explain");
   add_bench_attention(*bench);
   add_bench_block(*bench);
   add_bench_conv(*bench);

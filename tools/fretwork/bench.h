@@ -16,12 +16,15 @@ struct RunOptions {
   const char* command = "bench";  ///< as messages name it
   std::string dtype, device, csv, json;
   int threads = 0, rounds = 7;
-  bool bytes = false;  ///< whether the suite has types of 8 bits
+  bool bytes = false;    ///< whether the suite has types of 8 bits
+  bool explain = false;  ///< --explain
 };
 /// `device` and `rounds` say in the help what is used when none is given.
 void add_machine_options(CLI::App& command, RunOptions& options, const char* device, const char* rounds = "7");
 /// These, and the files.
 void add_run_options(CLI::App& command, RunOptions& options, const char* device);
+/// --explain, for suites of ops that choose between kernels by their costs.
+void add_explain_option(CLI::App& command, RunOptions& options);
 
 /// One run of a suite. Files are opened before the work starts.
 class Run {
@@ -32,6 +35,8 @@ class Run {
   Device device() const { return device_; }
   DType dtype() const { return dtype_; }
   int rounds() const { return options_.rounds; }
+  /// Whether rows are explained. Never on a CPU, where no kernels are chosen.
+  bool explains() const { return options_.explain && device_.type == DeviceType::cuda; }
   Executor& executor() { return executor_; }
   /// 0 on a GPU.
   int threads() const { return device_.type == DeviceType::cpu ? executor_.concurrency() : 0; }

@@ -143,13 +143,15 @@ void bench_patterns(AttentionBench options) {
   fmt::print("{:<9} {:>8} {:>10} {:>17} {:>8}  {}\n", "pass", "density", "ms", "rate", "of full", "pattern");
   run.csv("device,dtype,threads,pass,batch,heads,kv_heads,seq,depth,density,ms,gflops,share,pattern");
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
-  Progress progress(static_cast<int>(patterns.size() * options.passes.size()));
+  Progress progress(static_cast<int>(patterns.size() * options.passes.size()), run.explains());
   for (const std::string& pass : options.passes) {
     const bool backward = pass == "backward";
     const double all = rate_of(options, *full, backward, one.measure_pass(backward, full, clock));
     for (const PatternPtr& pattern : patterns) {
       progress.show(pass + " " + pattern->text().substr(0, 60));
+      clock.explain(run.explains());
       const double ms = one.measure_pass(backward, pattern, clock);
+      clock.explain(false);
       const double rate = rate_of(options, *pattern, backward, ms);
       progress.hide();
       fmt::print("{:<9} {:>8.4f} {:>10.3f} {:>9.1f} GFLOP/s {:>6.1f} %  {}\n", pass, pattern->density(), ms, rate,
@@ -272,6 +274,7 @@ void add_bench_attention(CLI::App& bench_command) {
   command->add_option("--pass", options->passes, "forward, backward (both)")->delimiter(',');
   command->add_flag("--plans", options->plans, "How long patterns of a million tokens take to make and to plan");
   add_run_options(*command, options->run, "cuda:0, or cpu where there is none");
+  add_explain_option(*command, options->run);
   command->footer(
       "The rate counts the pattern's elements, two products forward and five backward. It is set against the same\n"
       "pass with every key, so 100 % means that what is left out costs nothing.\n"
@@ -279,6 +282,7 @@ void add_bench_attention(CLI::App& bench_command) {
       "  fretwork bench attention\n"
       "  fretwork bench attention --seq 4096 --pattern 'strided(4096,64)' 'sinks(4096,4,512)' --pass forward\n"
       "  fretwork bench attention --device cuda:0 --dtype bfloat16 --csv attention.csv\n"
+      "  fretwork bench attention --device cuda:0 --pattern 'causal(16384)' --explain\n"
       "  fretwork bench attention --plans");
   command->callback([options] { options->plans ? bench_plans(*options) : bench_patterns(*options); });
 }

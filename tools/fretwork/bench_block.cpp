@@ -106,10 +106,10 @@ class BlockReport {
 void bench(const BenchOptions& options) {
   const std::vector<BenchCase> cases = all_cases(options);
   Run run(options.run);
-  const Stopwatch clock(run.device(), run.executor(), run.rounds());
+  Stopwatch clock(run.device(), run.executor(), run.rounds());
   BlockReport report(run);
   report.header();
-  Progress progress(static_cast<int>(cases.size()));
+  Progress progress(static_cast<int>(cases.size()), run.explains());
   std::optional<BenchCase> stand_in;
   double dense = 0;
   for (const BenchCase& one : cases) {
@@ -118,7 +118,9 @@ void bench(const BenchOptions& options) {
       stand_in = dense_case(one);
       dense = measure(*stand_in, run.dtype(), clock).rate;
     }
+    clock.explain(run.explains());
     const Measurement measured = measure(one, run.dtype(), clock);
+    clock.explain(false);
     progress.hide();
     report.add({one, measured, dense});
     progress.advance();
@@ -143,13 +145,16 @@ void add_bench_block(CLI::App& bench_command) {
       ->check(CLI::Range(0.0, 1.0).description(""));
   command->add_option("--op", options->ops, "dsd, dds, sdd, softmax (dsd)")->delimiter(',');
   add_run_options(*command, options->run, "cpu");
+  add_explain_option(*command, options->run);
   command->footer(
       "Lists are written with commas. The rate counts non-zeros only: GFLOP/s of products, GB/s read and written of\n"
       "softmax. It is set against the same op with every block there, so 100 % means that zeros cost nothing.\n"
+      "Softmax does not choose between kernels by their costs: --explain has nothing to say of it.\n"
       "Examples:\n"
       "  fretwork bench block\n"
       "  fretwork bench block --n 1024,4096 --block 64 --density 0.1 --op dsd,sdd --csv block.csv\n"
-      "  fretwork bench block --device cuda:0 --n 8192 --dtype bfloat16");
+      "  fretwork bench block --device cuda:0 --n 8192 --dtype bfloat16\n"
+      "  fretwork bench block --device cuda:0 --block 32 --density 0.1 --op dsd,sdd --explain");
   command->callback([options] { bench(*options); });
 }
 

@@ -197,7 +197,7 @@ void bench(const KroneckerOptions& options) {
   Run run(options.run);
   Stopwatch clock(run.device(), run.executor(), run.rounds(), run.precision(options.precision));
   const std::vector<KroneckerCase> cases = all_cases(options, patterns, run);
-  Progress progress(static_cast<int>(cases.size()));
+  Progress progress(static_cast<int>(cases.size()), run.explains());
   progress.show("copy and dense product");
   const Rates rates = measure_rates(run.dtype(), clock);
   KroneckerReport report(run, options, algos, rates);
@@ -205,7 +205,9 @@ void bench(const KroneckerOptions& options) {
   report.header(cases.front().batch);
   for (const KroneckerCase& one : cases) {
     progress.show(text_of(one.pattern));
+    clock.explain(run.explains());
     const KroneckerTimes times = algos.kernel ? measure(one, run.dtype(), clock) : KroneckerTimes{};
+    clock.explain(false);
     std::optional<Times> dense;
     if (const auto same = algos.dense ? dense_case(one, rates) : std::nullopt) {
       dense = measure(*same, run.dtype(), clock).forward;
@@ -234,6 +236,7 @@ void add_bench_kronecker(CLI::App& bench_command) {
   command->add_option("--algos", options->algos,
                       "kernel, dense or kernel,dense; dense is the same layer without zeros left out");
   add_run_options(*command, options->run, "cuda:0 if there is one, else cpu");
+  add_explain_option(*command, options->run);
   command->add_flag("--list", options->list, "Print the patterns and measure nothing");
   command->footer(
       "facts: 10 patterns of different kinds. sample: these and 30 drawn evenly from the paper's. paper: all 376 of "
@@ -246,6 +249,7 @@ void add_bench_kronecker(CLI::App& bench_command) {
       "Examples:\n"
       "  fretwork bench kronecker\n"
       "  fretwork bench kronecker --patterns '6,64,64,1;1,768,192,2' --batch 4096 --backward\n"
+      "  fretwork bench kronecker --patterns 1,192,48,2 --device cuda:0 --explain\n"
       "  fretwork bench kronecker --grid paper --dtype bf16 --bs-last --csv paper.csv");
   command->callback([options] { bench(*options); });
 }

@@ -137,10 +137,13 @@ void bench_two_four(const TwoFourBenchOptions& options) {
   Stopwatch clock(run.device(), run.executor(), run.rounds(), precision);
   TwoFourReport report(run, precision, clock.copy_rate());
   report.header();
-  Progress progress(static_cast<int>(cases.size()));
+  Progress progress(static_cast<int>(cases.size()), run.explains());
   for (const TwoFourCase& one : cases) {
     progress.show(fmt::format("m={} k={} n={}", one.m, one.k, one.n));
-    const double ms = sparse_ms(one, run.dtype(), clock), dense = dense_ms(one, run.dtype(), clock);
+    clock.explain(run.explains());
+    const double ms = sparse_ms(one, run.dtype(), clock);
+    clock.explain(false);
+    const double dense = dense_ms(one, run.dtype(), clock);
     progress.hide();
     report.add(one, ms, dense);
     progress.advance();
@@ -162,12 +165,14 @@ void add_bench_two_four(CLI::App& bench_command) {
       ->check(range());
   command->add_option("--precision", options->precision, "For float32 on CUDA: ieee, tf32 or tf32x3 (ieee)");
   add_run_options(*command, options->run, "the first GPU, else the CPU");
+  add_explain_option(*command, options->run);
   command->footer(
       "Lists are written with commas. GFLOP/s count the dense product's FLOPs.\n"
       "Beside cuBLAS and cuSPARSELt: bench/compare_two_four.py.\n"
       "Examples:\n"
       "  fretwork bench two_four\n"
-      "  fretwork bench two_four --m 14336 --k 4096 --columns 1,64,4096 --dtype bf16 --csv two_four.csv");
+      "  fretwork bench two_four --m 14336 --k 4096 --columns 1,64,4096 --dtype bf16 --csv two_four.csv\n"
+      "  fretwork bench two_four --device cuda:0 --columns 16 --explain");
   command->callback([options] { bench_two_four(*options); });
 }
 

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/element.h"
+#include "runtime/choose.h"
 
 namespace fretwork::cli {
 namespace {
@@ -172,7 +173,17 @@ int Stopwatch::calls_for(const std::function<void()>& call) const {
   return static_cast<int>(std::clamp(std::ceil(kRoundMs / std::max(once, 1e-3)), 1.0, 1000.0));
 }
 
+void Stopwatch::explain_one(const std::function<void()>& call) const {
+  if (explains_) {
+    const bool before = explains();
+    explain_calls(true);
+    call();
+    explain_calls(before);
+  }
+}
+
 Times Stopwatch::warm(const std::function<void()>& call) const {
+  explain_one(call);
   const int calls = calls_for(call);
   std::vector<double> rounds;
   for (int n = 0; n < rounds_; ++n) {
@@ -195,6 +206,7 @@ double Stopwatch::cold_round(const std::function<void()>& call, int calls) {
 }
 
 Times Stopwatch::cold(const std::function<void()>& call) {
+  explain_one(call);
   const int calls = calls_for(call);
   std::vector<double> rounds;
   for (int n = 0; n < rounds_; ++n) {

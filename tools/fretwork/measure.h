@@ -41,6 +41,8 @@ class Stopwatch {
   Stopwatch(Device device, Executor& executor, int rounds, Precision precision = Precision::ieee);
 
   Device device() const { return device_; }
+  /// Whether a measurement begins with a call that says which kernels could run it (FRETWORK_EXPLAIN).
+  void explain(bool yes) { explains_ = yes; }
   /// For the calls.
   Context context() const;
   /// Rounds of some milliseconds, in which calls follow one another and find in the caches what the last one left.
@@ -54,10 +56,13 @@ class Stopwatch {
   double copy_rate();
 
  private:
+  void explain_one(const std::function<void()>& call) const;
+
   Device device_;
   Executor& executor_;
   int rounds_;
   Precision precision_;
+  bool explains_ = false;
   std::optional<cuda::DeviceScope> scope_;
   cuda::DeviceBuffer flush_;
 };

@@ -49,7 +49,7 @@ std::string count_text(long long count) {
   return text;
 }
 
-Progress::Progress(int total) : visible_(is_terminal(stderr)), total_(std::max(total, 1)) {}
+Progress::Progress(int total, bool hidden) : visible_(!hidden && is_terminal(stderr)), total_(std::max(total, 1)) {}
 
 Progress::~Progress() { hide(); }
 

@@ -21,7 +21,8 @@ std::string count_text(long long count);
 /// A bar on standard error while it is a terminal, and nothing otherwise. Gone when the object goes.
 class Progress {
  public:
-  explicit Progress(int total);
+  /// `hidden`: nothing is shown, because others write to the terminal.
+  explicit Progress(int total, bool hidden = false);
   ~Progress();
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;

@@ -1,8 +1,11 @@
 // Attention on a GPU: which kernels run a problem. The only place where that is chosen: each family that fits is a
-// candidate with its cost in µs (Cost in cuda/families.h), and the cheapest one runs.
+// candidate with its cost in µs (runtime/cost.h), and the cheapest one runs.
+#include "runtime/choose.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <limits>
 #include <string>
 #include <utility>
@@ -11,6 +14,7 @@
 #include "fretwork/error.h"
 #include "ops/attention/cuda/families.h"
 #include "ops/attention/problem.h"
+#include "runtime/cost.h"
 #include "runtime/cuda_driver.h"
 
 namespace fretwork::attention_op {
@@ -66,30 +70,22 @@ enum class Family { hopper_heads_in_tile, decode, hopper, hopper_five_product, p
 
 /// A family, with the plans that its cost was found with, if any.
 struct Config {
-  Family family;
+  Family family = Family::portable;
   Plans plans{};
   hopper::BackwardPlans backward_plans{};
 };
 
-struct Candidate {
-  Config config;
-  double microseconds;
-};
+using Candidates = std::vector<Candidate<Config>>;
 
-/// Of candidates with the same cost, to nine digits, the first one.
-std::vector<Candidate>::iterator cheapest(std::vector<Candidate>& candidates) {
-  return std::min_element(candidates.begin(), candidates.end(), [](const Candidate& a, const Candidate& b) {
-    return a.microseconds < (1 - 1e-9) * b.microseconds;
-  });
-}
-
-std::vector<Candidate> candidates_for(const Problem& p, const Context& context) {
+Candidates candidates_for(const Problem& p, const Context& context) {
   // With fewer rows in a tile decode takes as long (docs/lab/attention.md). With as many, Hopper is ahead from 4096
   // keys on. With fewer keys the model has decode ahead, but that was not measured: decode does not run there either.
   constexpr std::int64_t kRowsInTile = 32;
-  std::vector<Candidate> list;
+  Candidates list;
   list.reserve(4);
-  const auto add = [&](Config config, const Cost& cost) { list.push_back({std::move(config), cost.microseconds()}); };
+  const auto add = [&](Config config, const cost::Work& work) {
+    list.push_back({std::move(config), work.microseconds()});
+  };
   const bool hopper_fits = hopper::fits(p, context);
   if (hopper_fits && hopper::heads_in_tile(p) * p.rows >= kRowsInTile) {
     if (const auto plan = hopper::packed_plan(p)) {
@@ -109,10 +105,12 @@ std::vector<Candidate> candidates_for(const Problem& p, const Context& context) 
   return list;
 }
 
-std::vector<Candidate> candidates_for(const BackwardProblem& b, const Context& context) {
-  std::vector<Candidate> list;
+Candidates candidates_for(const BackwardProblem& b, const Context& context) {
+  Candidates list;
   list.reserve(4);
-  const auto add = [&](Config config, const Cost& cost) { list.push_back({std::move(config), cost.microseconds()}); };
+  const auto add = [&](Config config, const cost::Work& work) {
+    list.push_back({std::move(config), work.microseconds()});
+  };
   Amount amount = amount_of(b.forward);
   if (hopper::fits(b, context)) {
     const hopper::BackwardPlans plans = hopper::backward_plans(b);
@@ -145,13 +143,55 @@ bool run(const Config& config, const BackwardProblem& b, Context& context) {
                                                       : hopper::launch(b, config.backward_plans, context);
 }
 
+std::string text_of(const Config& config) {
+  switch (config.family) {
+    case Family::hopper_heads_in_tile:
+      return "hopper, several heads in a tile";
+    case Family::decode:
+      return "decode";
+    case Family::hopper:
+      return "hopper";
+    case Family::hopper_five_product:
+      return "hopper, five products";
+    case Family::portable:
+      break;
+  }
+  return "portable";
+}
+
+std::string text_of(const Problem& p, const char* op = "attention") {
+  const auto number = [](std::int64_t n) { return std::to_string(n); };
+  double scores = 0;
+  for (const auto& pattern : p.patterns) {
+    scores += pattern->density() / static_cast<double>(p.patterns.size());
+  }
+  char percent[32];
+  std::snprintf(percent, sizeof(percent), "%.3g", 100 * scores);
+  return std::string(op) + ", batch " + number(p.batch) + ", " + number(p.heads) + " heads (" + number(p.kv_heads) +
+         " of keys), " + number(p.rows) + " queries × " + number(p.cols) + " keys, " + percent +
+         "% of scores, head dim " + number(p.depth) +
+         (p.value_depth != p.depth ? " (values " + number(p.value_depth) + ")" : "") + ", " + name_of(p.dtype);
+}
+std::string text_of(const BackwardProblem& b) { return text_of(b.forward, "attention_backward"); }
+
+bool writes_over_operands(const Problem& p) {
+  return writes_over({p.o.data, p.lse.data}, {p.q.data, p.k.data, p.v.data, p.bias.data});
+}
+bool writes_over_operands(const BackwardProblem& b) {
+  const Problem& p = b.forward;
+  return writes_over({b.d_q.data, b.d_k.data, b.d_v.data, b.d_bias.data},
+                     {p.q.data, p.k.data, p.v.data, p.o.data, p.lse.data, p.bias.data, b.d_o.data, b.d_lse.data});
+}
+
 /// Runs the cheapest candidate that can run.
 template <typename AnyProblem>
 void run_cheapest(const AnyProblem& problem, Context& context) {
-  std::vector<Candidate> candidates = candidates_for(problem, context);
-  for (auto best = cheapest(candidates); !run(best->config, problem, context); best = cheapest(candidates)) {
-    candidates.erase(best);
+  Candidates candidates = candidates_for(problem, context);
+  const auto run_one = [&](const Config& config) { return run(config, problem, context); };
+  if (explains()) [[unlikely]] {
+    return explain_cheapest(context, text_of(problem), candidates, run_one, writes_over_operands(problem));
   }
+  fretwork::run_cheapest(std::move(candidates), run_one);
 }
 
 }  // namespace

@@ -94,6 +94,7 @@ class Check {
   }
 
   const BlockLayout& layout() const { return layout_; }
+  const char* op() const { return op_; }
   const MatmulOptions& options() const { return options_; }
 
  private:
@@ -187,6 +188,7 @@ Values packed(const ConstTensorView& v) {
 Problem problem_for(const Check& check, const Result& result, DType dtype) {
   const MatmulOptions& options = check.options();
   Problem problem;
+  problem.op = check.op();
   problem.dtype = dtype;
   problem.layout = &check.layout();
   (options.sum_z ? problem.z_sum : problem.z_out) = result.z;

@@ -1,8 +1,11 @@
 // The products on a GPU: which kernels run a problem. The only place where that is chosen: each family that fits is a
-// candidate with its cost in µs (Cost in cuda/families.h), and the cheapest one runs.
+// candidate with its cost in µs (runtime/cost.h), and the cheapest one runs.
+#include "runtime/choose.h"
+
 #include <algorithm>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fretwork/error.h"
@@ -15,23 +18,12 @@ namespace {
 enum class Family { hopper, portable, generic };
 
 struct Config {
-  Family family;
+  Family family = Family::generic;
   int tile = 0;  ///< portable: columns of a tile
 };
 
-struct Candidate {
-  Config config;
-  double microseconds;
-};
-
-/// Of candidates with the same cost the first one.
-std::vector<Candidate>::iterator cheapest(std::vector<Candidate>& candidates) {
-  return std::min_element(candidates.begin(), candidates.end(),
-                          [](const Candidate& a, const Candidate& b) { return a.microseconds < b.microseconds; });
-}
-
-std::vector<Candidate> candidates_for(const Problem& problem, const Context& context) {
-  std::vector<Candidate> list;
+std::vector<Candidate<Config>> candidates_for(const Problem& problem, const Context& context) {
+  std::vector<Candidate<Config>> list;
   list.reserve(4);
   if (hopper::fits(problem, context)) {
     list.push_back({{Family::hopper}, hopper::cost(problem, context).microseconds()});
@@ -57,6 +49,33 @@ bool run(const Config& config, const Problem& problem, Context& context) {
   }
   generic::launch(problem, context);
   return true;
+}
+
+std::string text_of(const Config& config) {
+  switch (config.family) {
+    case Family::hopper:
+      return "hopper";
+    case Family::portable:
+      return "portable, tiles of " + std::to_string(config.tile) + " columns";
+    case Family::generic:
+      break;
+  }
+  return "generic";
+}
+
+std::string text_of(const Problem& p) {
+  const auto number = [](std::int64_t n) { return std::to_string(n); };
+  const auto& s = p.layout->sizes();
+  const std::int64_t free = p.kind == Kind::spmm ? p.out.cols : p.left.cols;
+  return std::string(p.op) + ", " + number(s.rows * s.block_rows) + " × " + number(s.cols * s.block_cols) + " in " +
+         number(p.layout->nnz()) + " blocks of " + number(s.block_rows) + " × " + number(s.block_cols) + ", " +
+         (p.kind == Kind::spmm ? "dense side " : "depth ") + number(free) + ", batch " + number(p.z_out * p.z_sum) +
+         ", heads " + number(p.h_out * p.h_sum) + ", " + name_of(p.dtype);
+}
+
+bool writes_over_operands(const Problem& p) {
+  return p.kind == Kind::spmm ? writes_over({p.out.data}, {p.right.data, p.sparse.data})
+                              : writes_over({p.sparse.data}, {p.left.data, p.right.data});
 }
 
 }  // namespace
@@ -86,11 +105,12 @@ void cuda::run(const Problem& problem, Context& context) {
     }
   }
   const fretwork::cuda::DeviceScope scope(context.device.index);
-  std::vector<Candidate> candidates = candidates_for(problem, context);
-  for (auto best = cheapest(candidates); !block_matmul::run(best->config, problem, context);
-       best = cheapest(candidates)) {
-    candidates.erase(best);
+  std::vector<Candidate<Config>> candidates = candidates_for(problem, context);
+  const auto run_one = [&](const Config& config) { return block_matmul::run(config, problem, context); };
+  if (explains()) [[unlikely]] {
+    return explain_cheapest(context, text_of(problem), candidates, run_one, writes_over_operands(problem));
   }
+  run_cheapest(std::move(candidates), run_one);
 }
 
 }  // namespace fretwork::block_matmul

@@ -28,6 +28,7 @@ struct Values {
 enum class Kind : std::uint8_t { spmm, sdd };
 
 struct Problem {
+  const char* op = "dsd";  ///< as the caller knows it
   Kind kind = Kind::spmm;
   DType dtype = DType::f32;
   const BlockLayout* layout = nullptr;

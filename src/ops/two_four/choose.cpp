@@ -1,6 +1,8 @@
 // Chooses the kernel of a 2:4 product on a GPU, and says where a dense product is faster.
 #include "ops/two_four/choose.h"
 
+#include <cmath>
+
 #include "fretwork/two_four.h"
 #include "runtime/cuda_driver.h"
 
@@ -65,12 +67,12 @@ Config choose(const KernelFamily& family, const Problem& problem, const Machine&
   std::array<bool, Candidates::kMost> counted{};
   while (true) {
     const std::span<Candidate> all = list.all();
-    const auto best = std::ranges::min_element(all, {}, &Candidate::microseconds);
-    bool& known = counted[static_cast<std::size_t>(best - all.begin())];
-    if (known || best->config.split == 1 || family.cost == nullptr) {
-      return best->config;
+    Candidate& best = cheapest<Config>(all);
+    bool& known = counted[static_cast<std::size_t>(&best - all.data())];
+    if (known || best.config.split == 1 || family.cost == nullptr) {
+      return best.config;
     }
-    best->microseconds = family.cost(problem, best->config, machine, count(best->config));
+    best.microseconds = family.cost(problem, best.config, machine, count(best.config));
     known = true;
   }
 }
@@ -94,9 +96,56 @@ std::vector<Candidate> candidates(const Problem& problem, const Machine& machine
 
 namespace {
 
+std::string text_of(const Problem& p) {
+  const auto number = [](std::int64_t n) { return std::to_string(n); };
+  return "two_four.matmul, " + number(p.m) + " × " + number(p.k) + " 2:4 by " + number(p.n) + " columns" +
+         (p.batch > 1 ? ", batch " + number(p.batch) : "") + ", " + name_of(p.dtype) + " to " + name_of(p.out);
+}
+
+/// The configurations of the family that is taken, without those whose clusters do not all run at once, and the
+/// cheapest of every other family that fits. Costs are lower bounds where they are above that of the one taken.
+std::vector<Explained> explained(const Problem& problem, const Config& taken, const Machine& machine, int device) {
+  std::vector<Explained> all;
+  for (const KernelFamily* family : kFamilies) {
+    if (!family->fits(problem, machine)) {
+      continue;
+    }
+    Candidates list;
+    family->list(problem, machine, list);
+    if (family != taken.family) {
+      const Candidate& best = cheapest<Config>(list.all());
+      all.push_back({best.config.text(), best.microseconds});
+      continue;
+    }
+    const auto counted = [&](const Candidate& one) {
+      return one.config.split > 1 && family->cost != nullptr
+                 ? family->cost(problem, one.config, machine, family->clusters(problem, one.config, device))
+                 : one.microseconds;
+    };
+    const double most = counted(*std::ranges::find(list.all(), taken, &Candidate::config));
+    for (const Candidate& one : list.all()) {
+      const double cost = one.microseconds <= most ? counted(one) : one.microseconds;  // choose() did not count others
+      if (std::isfinite(cost)) {
+        all.push_back({one.config.text(), cost});
+      }
+    }
+  }
+  return all;
+}
+
+void launch(const Problem& problem, const Config& config, const Machine& machine, Context& context) {
+  const auto call = [&] { config.family->launch(problem, config, machine, context); };
+  if (explains()) [[unlikely]] {
+    const bool over = writes_over({problem.c.data}, {problem.b.data, problem.values.data, problem.words.data});
+    const auto named = [&] { return call(), config.text(); };
+    return explain(context, text_of(problem), explained(problem, config, machine, context.device.index), named, over);
+  }
+  call();
+}
+
 void launch_cheapest(const KernelFamily& family, const Problem& problem, const Machine& machine, Context& context) {
   const auto count = [&](const Config& config) { return family.clusters(problem, config, context.device.index); };
-  family.launch(problem, choose(family, problem, machine, std::cref(count)), machine, context);
+  launch(problem, choose(family, problem, machine, std::cref(count)), machine, context);
 }
 
 }  // namespace
@@ -128,7 +177,7 @@ bool cuda::run(const Problem& problem, const Config& config, Context& context) {
   if (std::ranges::find(list.all(), config, &Candidate::config) == list.all().end()) {
     return false;
   }
-  config.family->launch(problem, config, machine, context);
+  launch(problem, config, machine, context);
   return true;
 }
 

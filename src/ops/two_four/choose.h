@@ -11,6 +11,8 @@
 #include <vector>
 
 #include "ops/two_four/problem.h"
+#include "runtime/choose.h"
+#include "runtime/cost.h"
 
 namespace fretwork::two_four {
 
@@ -41,10 +43,7 @@ struct Config {
   std::string text() const;
 };
 
-struct Candidate {
-  Config config;
-  double microseconds = 0;
-};
+using Candidate = fretwork::Candidate<Config>;
 
 /// A list of fixed capacity: a call allocates nothing. small_n_cp_async has most, 8 splits × 4 heights of tiles.
 class Candidates {
@@ -60,23 +59,6 @@ class Candidates {
   };
   std::size_t count_ = 0;
 };
-
-/// The model: what a launch does, in microseconds. Bytes and products of all CTAs overlap; the rest adds up. Each
-/// family has the rates that its loop reaches.
-struct Work {
-  double memory = 0;   ///< bytes from memory
-  double l2 = 0;       ///< bytes through L2
-  double busiest = 0;  ///< the ports, shared memory and tensor cores of the SM with most to do, over all waves
-  double serial = 0;   ///< what overlaps with nothing: the first bytes, reductions, copies of operands before
-
-  double microseconds() const {
-    constexpr double kLaunch = 3.2;  // an empty kernel on an H200
-    return kLaunch + std::max({memory, l2, busiest}) + serial;
-  }
-};
-/// Bytes per microsecond: the sparse operand of 14336 × 4096 bf16, 66 MB, takes 20 µs of the 27 of a product with few
-/// columns on an H200.
-inline constexpr double kMemoryRate = 3.3e6;
 
 /// Bytes of values and metadata.
 inline double sparse_bytes(const Problem& p) {

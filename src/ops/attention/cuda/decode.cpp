@@ -269,21 +269,18 @@ bool fits(const Problem& p) {
          readable(p.q, p.depth, p.dtype) && readable(p.k, p.depth, p.dtype) && readable(p.v, p.value_depth, p.dtype);
 }
 
-Cost cost(const Problem& p, const Context& context) {
-  // From a step's token list to its keys to the merge: loads that wait for each other. Fitted.
-  constexpr double kExposed = 5;
+cost::Work cost(const Problem& p, const Context& context) {
+  // From a step's token list to its keys to the merge, beyond an empty kernel: loads that wait for each other. Fitted.
+  constexpr double kExposed = 3.7;
   const driver::DeviceInfo& info = driver::device_info(context.device.index);
   const double keys = static_cast<double>(p.patterns.front()->nnz()) / static_cast<double>(p.rows);
   const std::int64_t sets = p.batch * p.kv_heads * tiles_of(p);
   const int steps = static_cast<int>(keys / kKeys) + 1, segments = segments_for(sets, steps, depth_for(p), info);
   const double each = 2 * keys * static_cast<double>((p.depth + p.value_depth) * p.batch * p.kv_heads);
-  Cost cost;
-  cost.launches = segments > 1 ? 2 : 1;
-  cost.exposed_us = kExposed;
-  cost.memory_bytes = each;
-  cost.l2_bytes = (tiles_of(p) - 1) * each;
-  cost.busy = std::min(1.0, static_cast<double>(sets * segments) / info.multiprocessors);
-  return cost;
+  const double busy = std::min(1.0, static_cast<double>(sets * segments) / info.multiprocessors);
+  return {.launches = segments > 1 ? 2.0 : 1.0,
+          .memory = copies_us(each, (tiles_of(p) - 1) * each, busy),
+          .serial = kExposed};
 }
 
 void launch(const Problem& p, Context& context, int segments) {

@@ -9,32 +9,24 @@
 #include "ops/attention/cuda/params.h"
 #include "ops/attention/plan.h"
 #include "ops/attention/problem.h"
+#include "runtime/cost.h"
 
 namespace fretwork::attention_op {
 
 using Plans = std::vector<std::shared_ptr<const Plan>>;  ///< one for all heads, or one for each
 
-/// The time of a call on the GPU, by one model for every family. Products overlap copies. Launches do not, nor what a
-/// CTA does before its first product and after its last one. Constants are fitted to an H200 (docs/lab/attention.md):
-/// decoding 1, 2, 4 and 8 tiles of queries against 32,768 keys (55, 73, 120, 217 µs) and 8 against 4096 (38), and the
-/// Hopper kernel with several heads in a tile on the same (55 and 22 µs). It is within 12 % of these, and of full and
-/// causal attention of 16,384 tokens in both directions.
-struct Cost {
-  double launches = 1;      ///< kernels, each of which needs what the one before has written
-  double exposed_us = 0;    ///< of a CTA, beside its products
-  double memory_bytes = 0;  ///< operands and results, once
-  double l2_bytes = 0;      ///< what is read again
-  double busy = 1;          ///< share of the SMs that copy, where a CTA has no products to wait for
-  double products_us = 0;   ///< of the CTA with the most of them
+// Costs are runtime/cost.h's, with constants fitted to an H200 (docs/lab/attention.md): decoding 1, 2, 4 and 8 tiles of
+// queries against 32,768 keys (55, 73, 120, 217 µs) and 8 against 4096 (38), and the Hopper kernel with several heads
+// in a tile on the same (55 and 22 µs). They are within 12 % of these, and of full and causal attention of 16,384
+// tokens in both directions.
 
-  double microseconds() const {
-    constexpr double kFirstLaunch = 3, kNextLaunch = 2;
-    constexpr double kMemoryRate = 3.2e6, kL2Rate = 5.5e6;  // bytes in a µs: 76 % of a copy; re-reads of the same keys
-    constexpr double kAlone = 4;  // an SM alone copies so many times its share, 64 bytes a clock
-    const double copies_us = (memory_bytes / kMemoryRate + l2_bytes / kL2Rate) / std::min(1.0, kAlone * busy);
-    return kFirstLaunch + (launches - 1) * kNextLaunch + exposed_us + std::max(products_us, copies_us);
-  }
-};
+/// µs of operands and results, which come from memory once, and of what is read again through L2; `busy` is the share
+/// of the SMs that copy. The two add up: a key is in L2 only when memory has delivered it.
+inline double copies_us(double bytes, double again, double busy = 1) {
+  constexpr double kMemory = 3.2e6;  // bytes per µs: rows that a plan gathers come slower than cost::kMemory
+  constexpr double kAlone = 4;       // an SM alone copies so many times its share, 64 bytes a clock
+  return (bytes / kMemory + again / cost::kL2) / std::min(1.0, kAlone * busy);
+}
 
 /// What all heads walk: row tiles of 128 rows, and the keys that they meet. A row tile costs a few steps beside its
 /// keys (schedule.h).
@@ -66,7 +58,7 @@ Steps steps_of(const Plan& plan);
 /// At most 16 queries, one pattern, a 16-bit type, head dims up to 256, operands whose rows can be read 16 bytes at a
 /// time.
 bool fits(const Problem& problem);
-Cost cost(const Problem& problem, const Context& context);
+cost::Work cost(const Problem& problem, const Context& context);
 /// The device is current. `segments` are what the keys are cut into, or 0 for as many as keep the device busy.
 void launch(const Problem& problem, Context& context, int segments = 0);
 
@@ -94,7 +86,7 @@ TileShape forward_shape(const Problem& problem);
 Plans forward_plans(const Problem& problem);
 /// The plan by which heads share tiles; null where it takes no fewer steps than one head in each tile.
 std::shared_ptr<const Plan> packed_plan(const Problem& problem);
-Cost cost(const Problem& problem, const Amount& amount, const Context& context);
+cost::Work cost(const Problem& problem, const Amount& amount, const Context& context);
 bool launch(const Problem& problem, const Plans& plans, Context& context, int longest = 0);
 
 /// Plans of the patterns, and of the transposed patterns, whose rows are keys.
@@ -105,12 +97,12 @@ inline constexpr TileShape kBackwardShape{128, 64};
 BackwardPlans backward_plans(const BackwardProblem& problem);
 /// Any pattern, seven products; eight where a head dim is above 128.
 bool fits(const BackwardProblem& problem, const BackwardPlans& plans, const Context& context);
-Cost cost(const BackwardProblem& problem, const BackwardPlans& plans, const Context& context);
+cost::Work cost(const BackwardProblem& problem, const BackwardPlans& plans, const Context& context);
 bool launch(const BackwardProblem& problem, const BackwardPlans& plans, Context& context, int longest = 0);
 /// All gradients at once with five products, where every query meets every key or all up to its own; of problems as
 /// long as those it was measured on. Launching does not ask for the latter.
 bool fits_five_product(const BackwardProblem& problem, const BackwardPlans& plans, const Context& context);
-Cost cost_five_product(const BackwardProblem& problem, const BackwardPlans& plans, const Context& context);
+cost::Work cost_five_product(const BackwardProblem& problem, const BackwardPlans& plans, const Context& context);
 bool launch_five_product(const BackwardProblem& problem, const BackwardPlans& plans, Context& context);
 
 }  // namespace fretwork::attention_op::hopper
@@ -123,8 +115,8 @@ namespace fretwork::attention_op::portable {
 ScoreArg score_arg(const Problem& problem);
 
 /// Fits every problem; head dims above 256 throw. Backward: the amount of a transposed plan, whose rows are keys.
-Cost cost(const Problem& problem, const Amount& amount, const Context& context);
-Cost cost(const BackwardProblem& problem, const Amount& amount, const Context& context);
+cost::Work cost(const Problem& problem, const Amount& amount, const Context& context);
+cost::Work cost(const BackwardProblem& problem, const Amount& amount, const Context& context);
 /// The device is current, and all batch elements have the same patterns.
 void launch(const Problem& problem, Context& context);
 void launch(const BackwardProblem& problem, Context& context);

@@ -145,8 +145,9 @@ FiveProductParams five_product_params(const BackwardProblem& b, const FiveProduc
   return params;
 }
 
-/// Statistics, products, and their finish or the other side's products. Fitted with the forward's constants.
-constexpr double kBackwardLaunches = 3, kBackwardExposed = 8;
+/// Statistics, products, and their finish or the other side's products; µs beyond empty kernels. Fitted with the
+/// forward's constants.
+constexpr double kBackwardLaunches = 3, kBackwardExposed = 6.7;
 
 /// Of a step of 128 keys and 64 queries in which all five products are made, finish and statistics included: 562
 /// TFLOP/s of full attention on 132 SMs at a head dim of 128, 488 at 64.
@@ -302,7 +303,7 @@ bool fits_five_product(const BackwardProblem& b, const BackwardPlans& plans, con
   return five && (five->all ? five->col_tiles >= 16 : five->col_tiles >= 64 && b.forward.heads == b.forward.kv_heads);
 }
 
-Cost cost_five_product(const BackwardProblem& b, const BackwardPlans& plans, const Context& context) {
+cost::Work cost_five_product(const BackwardProblem& b, const BackwardPlans& plans, const Context& context) {
   // Key tiles are not split, so the last ones are waited for: whole waves of a full pattern. Those of a causal one
   // begin one after the other and wait for as much as a third of a tile. Measured: it pays from 3.5 tiles for each SM
   // on.
@@ -311,12 +312,10 @@ Cost cost_five_product(const BackwardProblem& b, const BackwardPlans& plans, con
   const double ctas = driver::device_info(context.device.index).multiprocessors;
   const double items = static_cast<double>(five->items);
   const double waves = five->all ? std::ceil(items / ctas) : items / ctas + kCausalWait;
-  Cost cost;
-  cost.launches = kBackwardLaunches;
-  cost.exposed_us = kBackwardExposed;
-  cost.memory_bytes = operand_bytes(b);
-  cost.products_us = waves * key_steps(b.forward, plans) / items * five_product_step_us(b.forward);
-  return cost;
+  return {.launches = kBackwardLaunches,
+          .memory = copies_us(operand_bytes(b), 0),
+          .busiest = waves * key_steps(b.forward, plans) / items * five_product_step_us(b.forward),
+          .serial = kBackwardExposed};
 }
 
 bool launch_five_product(const BackwardProblem& b, const BackwardPlans& plans, Context& context) {
@@ -365,18 +364,16 @@ bool launch_five_product(const BackwardProblem& b, const BackwardPlans& plans, C
   return true;
 }
 
-Cost cost(const BackwardProblem& b, const BackwardPlans& plans, const Context& context) {
+cost::Work cost(const BackwardProblem& b, const BackwardPlans& plans, const Context& context) {
   // Seven products to five, or eight. Measured on full attention: 1.11 at a head dim of 64, 1.2 at 128.
   constexpr double kSevenProducts = 1.1, kEightProducts = 1.1 * 8 / 7;
   const double ctas = driver::device_info(context.device.index).multiprocessors;
   const bool eight = columns_of(b.forward).head_dim_gt_128();
-  Cost cost;
-  cost.launches = kBackwardLaunches;
-  cost.exposed_us = kBackwardExposed;
-  cost.memory_bytes = operand_bytes(b);
-  cost.products_us =
-      key_steps(b.forward, plans) / ctas * five_product_step_us(b.forward) * (eight ? kEightProducts : kSevenProducts);
-  return cost;
+  return {.launches = kBackwardLaunches,
+          .memory = copies_us(operand_bytes(b), 0),
+          .busiest = key_steps(b.forward, plans) / ctas * five_product_step_us(b.forward) *
+                     (eight ? kEightProducts : kSevenProducts),
+          .serial = kBackwardExposed};
 }
 
 bool launch(const BackwardProblem& b, const BackwardPlans& plans, Context& context, int longest) {

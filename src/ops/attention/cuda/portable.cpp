@@ -474,20 +474,18 @@ void add_up_bias(const Given& given, Context& context) {
 /// Of so many products with a head dim. Row tiles are not split: where there are fewer than SMs, one is waited for.
 /// Rates are flops in a µs of full attention on an H200, at a head dim of 128 and at 64 (docs/lab/attention.md). In
 /// fp32 no other kernels fit, and nothing was measured.
-Cost cost(const KernelConfig& config, const Amount& all, int products, double at_128, double at_64,
-          const Context& context) {
+cost::Work cost(const KernelConfig& config, const Amount& all, int products, double at_128, double at_64,
+                const Context& context) {
   // From the plan to the first tile, and from the last product to memory. Taken from the Hopper kernels: steps of 128
-  // keys beside those of a row tile, and µs.
-  constexpr double kTileSteps = 2, kExposed = 6, kStep = 128, kMeasuredOn = 132;
+  // keys beside those of a row tile, and µs beyond an empty kernel.
+  constexpr double kTileSteps = 2, kExposed = 4.7, kStep = 128;
   const double rate = config.simple() ? (config.tf32 ? 100e6 : 25e6) : config.depth <= 64 ? at_64 : at_128;
   const double ctas = driver::device_info(context.device.index).multiprocessors;
-  const double key_us = 2.0 * 128 * products * config.depth / rate * kMeasuredOn;
+  const double key_us = 2.0 * 128 * products * config.depth / rate * cost::kMultiprocessors;
   const double even = (all.keys + kTileSteps * kStep * std::max(0.0, all.tiles - ctas)) / ctas;
-  Cost made;
-  made.launches = static_cast<double>(all.components);
-  made.exposed_us = kExposed + kTileSteps * kStep * key_us;
-  made.products_us = std::max(all.longest, even) * key_us;
-  return made;
+  return {.launches = static_cast<double>(all.components),
+          .busiest = std::max(all.longest, even) * key_us,
+          .serial = kExposed + kTileSteps * kStep * key_us};
 }
 
 }  // namespace
@@ -516,17 +514,16 @@ ScoreArg score_arg(const Problem& p) {
   return arg;
 }
 
-Cost cost(const Problem& p, const Amount& all, const Context& context) {
-  Cost made = cost(config_for(Pass::forward, p, context), all, 2, 390e6, 320e6, context);
-  made.memory_bytes = operand_bytes(p);
-  made.l2_bytes = reread_bytes(p, all.keys);
+cost::Work cost(const Problem& p, const Amount& all, const Context& context) {
+  cost::Work made = cost(config_for(Pass::forward, p, context), all, 2, 390e6, 320e6, context);
+  made.memory = copies_us(operand_bytes(p), reread_bytes(p, all.keys));
   return made;
 }
 
-Cost cost(const BackwardProblem& b, const Amount& all, const Context& context) {
-  Cost made = cost(config_for(Pass::d_keys_values, b.forward, context), all, 5, 221e6, 181e6, context);
+cost::Work cost(const BackwardProblem& b, const Amount& all, const Context& context) {
+  cost::Work made = cost(config_for(Pass::d_keys_values, b.forward, context), all, 5, 221e6, 181e6, context);
   made.launches = 3;  // statistics, queries, keys
-  made.memory_bytes = operand_bytes(b);
+  made.memory = copies_us(operand_bytes(b), 0);
   return made;
 }
 

@@ -1,24 +1,10 @@
 // The families of GPU kernels, as choose.cpp sees them: whether one fits a problem, what it would cost, its launch.
 #pragma once
 
-#include <algorithm>
-
 #include "ops/block_matmul/problem.h"
+#include "runtime/cost.h"
 
 namespace fretwork::block_matmul {
-
-/// The time of a product on the GPU, by one model for every family. Copies and products overlap, launches do not. Rates
-/// are those of an H200.
-struct Cost {
-  double products_us = 0;
-  double memory_bytes = 0;  ///< operands and results, once
-  double l2_bytes = 0;      ///< what tiles read of them
-
-  double microseconds() const {
-    constexpr double kLaunch = 3, kMemoryRate = 3.2e6, kL2Rate = 5.5e6;  // µs; bytes in a µs
-    return kLaunch + std::max({products_us, memory_bytes / kMemoryRate, l2_bytes / kL2Rate});
-  }
-};
 
 /// Of the blocks that are there.
 double flops_of(const Problem& problem);
@@ -30,7 +16,7 @@ namespace hopper {
 /// An sdd with few tiles and K of 2048 or more does not fit: it would leave most of the SMs idle, and the portable
 /// kernel splits K.
 bool fits(const Problem& problem, const Context& context);
-Cost cost(const Problem& problem, const Context& context);
+cost::Work cost(const Problem& problem, const Context& context);
 /// False, having done nothing, where the copy engine cannot read an operand (one unit stride, the others multiples of
 /// 16 bytes, 16-byte aligned) or 32 bits cannot count its tiles. The device is current.
 bool launch(const Problem& problem, Context& context);
@@ -41,13 +27,13 @@ bool launch(const Problem& problem, Context& context);
 namespace portable {
 inline constexpr int kTiles[] = {256, 128};
 bool fits(const Problem& problem, const Context& context, int tile);
-Cost cost(const Problem& problem, const Context& context, int tile);
+cost::Work cost(const Problem& problem, const Context& context, int tile);
 void launch(const Problem& problem, Context& context, int tile);
 }  // namespace portable
 
 /// Any block, any type, any GPU.
 namespace generic {
-Cost cost(const Problem& problem, const Context& context);
+cost::Work cost(const Problem& problem, const Context& context);
 void launch(const Problem& problem, Context& context);
 }  // namespace generic
 

@@ -252,14 +252,13 @@ bool fits(const Problem& p, const Context& context) {
   return sdd && sdd->plan->segment_count * p.z_out * 4 > driver::device_info(context.device.index).multiprocessors;
 }
 
-Cost cost(const Problem& p, const Context& context) {
-  // Flops in a µs on 132 SMs, of dsd at a density of 0.1 (bench/results/h200/block.json).
+cost::Work cost(const Problem& p, const Context& context) {
+  // Flops in a µs on all SMs of an H200, of dsd at a density of 0.1 (bench/results/h200/block.json).
   const std::int64_t block = p.layout->sizes().block_rows;
   const double rate = block == 16 ? 111e6 : block == 32 ? 275e6 : block == 64 ? 442e6 : 559e6;
-  Cost cost;
-  cost.products_us = flops_of(p) / rate * 132 / driver::device_info(context.device.index).multiprocessors;
-  cost.memory_bytes = operand_bytes(p);
-  return cost;
+  const double multiprocessors = driver::device_info(context.device.index).multiprocessors;
+  return {.memory = operand_bytes(p) / cost::kMemory,
+          .busiest = flops_of(p) / rate * cost::kMultiprocessors / multiprocessors};
 }
 
 bool launch(const Problem& problem, Context& context) {

@@ -547,9 +547,9 @@ void launch(const Problem& problem, const Config& config, Context& context) {
   problem.kind == Kind::spmm ? run_spmm(problem, config, context) : run_sdd(problem, config, context);
 }
 
-/// Rates are flops in a µs on the 132 SMs of an H200.
+/// Rates are flops in a µs on all SMs of an H200.
 double products_us(const Problem& problem, double rate, const Context& context) {
-  return flops_of(problem) / rate * 132 / driver::device_info(context.device.index).multiprocessors;
+  return flops_of(problem) / rate * cost::kMultiprocessors / driver::device_info(context.device.index).multiprocessors;
 }
 
 }  // namespace
@@ -571,17 +571,17 @@ bool portable::fits(const Problem& problem, const Context& context, int tile) {
                          tiles >= driver::device_info(device).multiprocessors);
 }
 
-Cost portable::cost(const Problem& problem, const Context& context, int tile) {
+cost::Work portable::cost(const Problem& problem, const Context& context, int tile) {
   // 16-bit types: dsd at a density of 0.1 with FRETWORK_ARCH=sm_80 (bench/results/h200/block.json). tf32 has half the
   // rate, and takes three products where it is to be exact.
   const std::int64_t block = shape_of(problem).block_rows;
   const double rate = block == 16 ? 93e6 : block == 32 ? 127e6 : block == 64 ? 188e6 : 367e6;
   const double slower = problem.dtype != DType::f32 ? 1 : context.precision == Precision::tf32x3 ? 6 : 2;
-  Cost cost;
-  cost.products_us = products_us(problem, rate / slower, context);
-  cost.memory_bytes = operand_bytes(problem);
-  cost.l2_bytes = flops_of(problem) / 2 * static_cast<double>(size_of(problem.dtype)) * (1.0 / kTileRows + 1.0 / tile);
-  return cost;
+  const double l2 =
+      flops_of(problem) / 2 * static_cast<double>(size_of(problem.dtype)) * (1.0 / kTileRows + 1.0 / tile);
+  return {.memory = operand_bytes(problem) / cost::kMemory,
+          .l2 = l2 / cost::kL2,
+          .busiest = products_us(problem, rate / slower, context)};
 }
 
 void portable::launch(const Problem& problem, Context& context, int tile) {
@@ -592,14 +592,13 @@ void portable::launch(const Problem& problem, Context& context, int tile) {
                        context);
 }
 
-Cost generic::cost(const Problem& problem, const Context& context) {
+cost::Work generic::cost(const Problem& problem, const Context& context) {
   // Not measured; no other kernels fit where this one runs. A thread holds up to 8 rows, a CTA 128 columns.
   constexpr double kRows = 8, kCols = 128;
-  Cost cost;
-  cost.products_us = products_us(problem, problem.dtype == DType::f64 ? 5e6 : 10e6, context);
-  cost.memory_bytes = operand_bytes(problem);
-  cost.l2_bytes = flops_of(problem) / 2 * static_cast<double>(size_of(problem.dtype)) * (1 / kRows + 1 / kCols);
-  return cost;
+  const double l2 = flops_of(problem) / 2 * static_cast<double>(size_of(problem.dtype)) * (1 / kRows + 1 / kCols);
+  return {.memory = operand_bytes(problem) / cost::kMemory,
+          .l2 = l2 / cost::kL2,
+          .busiest = products_us(problem, problem.dtype == DType::f64 ? 5e6 : 10e6, context)};
 }
 
 void generic::launch(const Problem& problem, Context& context) {

@@ -101,10 +101,10 @@ Config preferred(const Problem& p, const Machine& machine) {
 /// Fitted to 512² to 14336 × 4096 with 1 to 16 columns, bf16: 4.5 to 30 µs. How warps share the depth changes less than
 /// the model sees, so that `preferred` decides and the others come behind it.
 void list(const Problem& p, const Machine& machine, Candidates& list) {
-  constexpr double kRate = 3.05e6, kFirstBytes = 1.4, kSecondTile = 0.02, kNotPreferred = 0.1;
+  constexpr double kRate = 3.05e6, kFirstBytes = 0.3, kSecondTile = 0.02, kNotPreferred = 0.1;
   const Config best = preferred(p, machine);
-  const Work work{.memory = sparse_bytes(p) / kRate,
-                  .serial = kFirstBytes + (tiles_of(p) - 1) * kSecondTile * static_cast<double>(p.k / kDepth)};
+  const cost::Work work{.memory = sparse_bytes(p) / kRate,
+                        .serial = kFirstBytes + (tiles_of(p) - 1) * kSecondTile * static_cast<double>(p.k / kDepth)};
   for (const int warps : kWarps) {
     for (const int blocks : kBlocks) {
       const Config config{.family = &kSmallNRegisters, .warps = warps, .stages = blocks};
@@ -199,7 +199,7 @@ bool fits(const Problem& p, const Machine& machine) {
 /// first bytes' latency are those of 512² to 8192² with 1 to 64 columns, within 7%.
 double cost(const Problem& p, const Config& config, const Machine& /*machine*/, std::int64_t clusters) {
   constexpr double kMemory = 3.3e6, kL2 = 13.75e6, kPort = 0.11e6, kSums = 0.0825e6;  // bytes per microsecond
-  constexpr double kMeet = 1.0 / 275, kFirstBytes = 2.7;
+  constexpr double kMeet = 1.0 / 275, kFirstBytes = 1.6;
   if (p.m / config.rows > clusters) {
     return std::numeric_limits<double>::infinity();  // all must run at once
   }
@@ -208,10 +208,10 @@ double cost(const Problem& p, const Config& config, const Machine& /*machine*/, 
   const double sparse = config.rows * (kDepth + kDepth / 8), b = double(p.n) * kDepth * 2;
   const double all = double(p.k / kDepth) / config.split * ctas, own = steps * (sparse + b) / kPort;
   const double sums = 4.0 * config.rows * columns_of(p) / kSums + kMeet * config.split;
-  const Work work{.memory = all * sparse / kMemory,
-                  .l2 = all * (sparse + b) / kL2,
-                  .busiest = own,
-                  .serial = kFirstBytes + own / 4 + sums};
+  const cost::Work work{.memory = all * sparse / kMemory,
+                        .l2 = all * (sparse + b) / kL2,
+                        .busiest = own,
+                        .serial = kFirstBytes + own / 4 + sums};
   return work.microseconds();
 }
 
@@ -368,7 +368,7 @@ double cost(const Problem& p, const Tiling& tiling, const Config& config, const 
             std::int64_t clusters) {
   constexpr double kMemory = 2.76e6, kL2 = 3.84e6, kPort = 28.8e3, kShared = 153.6e3, kRemote = 38.4e3;
   constexpr double kColumn = 22.0 / 1200, kStage = 1.0 / 3, kStart = 5.0 / 3, kMeet = 0.5, kMeetEach = 0.125;
-  constexpr double kFirstBytes = 1.0, kManyColumns = 1.25, kGather = 2.0;
+  constexpr double kManyColumns = 1.25, kGather = 2.0;
   const int columns = tiling.columns, log = log_rows(config), parts = parts_of(log);
   const bool counted = config.split == 1 || clusters > 0;
   const std::int64_t resident = config.split == 1
@@ -385,10 +385,10 @@ double cost(const Problem& p, const Tiling& tiling, const Config& config, const 
   const double meet = config.split > 1 ? kMeet + kMeetEach * config.split + sums / kRemote : sums / kShared;
   const double slower = p.b.row != 1 ? kGather : p.n * p.batch > 32 ? kManyColumns : 1.0;
   const double stage = std::max((sparse + b) / kPort, std::max(shared / kShared, kColumn * columns) + kStage);
-  const Work work{.memory = slower * fetched * sparse / kMemory,
-                  .l2 = slower * fetched * (sparse + b) / kL2,
-                  .busiest = slower * static_cast<double>(waves) * stages * stage,
-                  .serial = kFirstBytes + slower * (static_cast<double>(waves) * kStart + meet)};
+  const cost::Work work{.memory = slower * fetched * sparse / kMemory,
+                        .l2 = slower * fetched * (sparse + b) / kL2,
+                        .busiest = slower * static_cast<double>(waves) * stages * stage,
+                        .serial = slower * (static_cast<double>(waves) * kStart + meet)};
   return work.microseconds();
 }
 

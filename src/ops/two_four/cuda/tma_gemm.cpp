@@ -126,7 +126,7 @@ bool can_split(const Problem& p, int width, int split) {
 double cost(const Problem& p, const Config& config, const Machine& machine, std::int64_t clusters) {
   constexpr double kStep = 0.43, kStepOf128 = 0.7, kStepOf64 = 0.45;
   constexpr double kEpilogue = 1 / 51.2, kPart = 2.5;  // in steps: of a column, of a part of the depth
-  constexpr double kFirstBytes = 2.8, kNotOverlapped = 0.4;
+  constexpr double kFirstBytes = 1.7, kNotOverlapped = 0.4;
   // Pairs gain up to 6% where CTAs have several tiles and b is contiguous along n, or has but two tiles of columns, and
   // mostly lose as much elsewhere. The gain is counted as a tie-break: it does not decide about the width.
   constexpr double kPairGain = 0.999, kPairLoss = 1.06;
@@ -141,8 +141,9 @@ double cost(const Problem& p, const Config& config, const Machine& machine, std:
   const bool gains =
       tiles > machine.multiprocessors && (p.b.row != 1 || (p.batch == 1 && ceil_div(p.n, config.columns) == 2));
   const double pair = config.pair == 1 ? 1.0 : gains ? kPairGain : kPairLoss;
-  const double memory = sparse_bytes(p) / kMemoryRate, steps = waves * each * kStep * pair;
-  const Work work{.memory = memory, .busiest = steps, .serial = kFirstBytes + kNotOverlapped * std::min(memory, steps)};
+  const double memory = sparse_bytes(p) / cost::kMemory, steps = waves * each * kStep * pair;
+  const cost::Work work{
+      .memory = memory, .busiest = steps, .serial = kFirstBytes + kNotOverlapped * std::min(memory, steps)};
   return work.microseconds();
 }
 

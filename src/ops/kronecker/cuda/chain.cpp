@@ -31,16 +31,14 @@ KernelSpec fused_instance(const Monarch& m, DType dtype) {
           m.shared()};
 }
 KernelSpec pack_instance(const Monarch& m) {
-  return {"ops/kronecker/cuda/chain_pack.cuh", "fretwork::kronecker::chain::pack<" + numbers(m) + ">"};
+  return {"ops/kronecker/cuda/pack.cuh", "fretwork::kronecker::chain::pack<" + numbers(m) + ">"};
 }
 
 KernelSpec wide_instance(DType dtype) {
   return {"ops/kronecker/cuda/chain_wide.cuh",
           std::string("fretwork::kronecker::chain::fused_wide<") + device_type(dtype) + ">", Wide::kShared};
 }
-KernelSpec wide_pack_instance() {
-  return {"ops/kronecker/cuda/chain_wide.cuh", "fretwork::kronecker::chain::pack_wide"};
-}
+KernelSpec wide_pack_instance() { return {"ops/kronecker/cuda/pack.cuh", "fretwork::kronecker::chain::pack_wide"}; }
 /// Whether warpgroups can multiply it.
 bool wide(const Monarch& m) { return m.q == 64 && m.r == 64 && m.s == 64 && m.p == 64; }
 

@@ -9,7 +9,7 @@
 #include "device/cluster.cuh"
 #include "device/mma.cuh"
 #include "device/tma.cuh"
-#include "ops/kronecker/cuda/params_chain.cuh"
+#include "ops/kronecker/cuda/params.h"
 
 namespace fretwork::kronecker::chain {
 

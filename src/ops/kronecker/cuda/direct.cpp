@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "ops/kronecker/cuda/launch.h"
-#include "ops/kronecker/cuda/params_direct.cuh"
+#include "ops/kronecker/cuda/params.h"
 #include "runtime/alignment.h"
 #include "runtime/cost.h"
 #include "runtime/cuda_driver.h"

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "ops/kronecker/cuda/launch.h"
-#include "ops/kronecker/cuda/params_few.cuh"
+#include "ops/kronecker/cuda/params.h"
 #include "runtime/alignment.h"
 #include "runtime/cost.h"
 #include "runtime/cuda_driver.h"
@@ -38,7 +38,7 @@ constexpr int kDeltas[] = {8, 4, 2};
 int most_deltas(int arch) { return arch < 80 ? 4 : 8; }
 
 KernelSpec tile_instance(DType dtype, int v) {
-  return {"ops/kronecker/cuda/few_tile.cuh",
+  return {"ops/kronecker/cuda/few.cuh",
           std::string("fretwork::kronecker::few::product_tiles<") + device_type(dtype) + ", " + std::to_string(v) + ">",
           KernelSpec::kBySize};
 }

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "ops/kronecker/cuda/pack.h"
+#include "ops/kronecker/cuda/launch.h"
 
 namespace fretwork::kronecker::hopper {
 namespace {

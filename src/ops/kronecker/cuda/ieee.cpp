@@ -6,9 +6,7 @@
 #include <string>
 
 #include "ops/kronecker/cuda/launch.h"
-#include "ops/kronecker/cuda/pack.h"
 #include "ops/kronecker/cuda/params.h"
-#include "ops/kronecker/cuda/params_ieee.cuh"
 #include "runtime/alignment.h"
 #include "runtime/cost.h"
 #include "runtime/cuda_driver.h"
@@ -19,8 +17,7 @@ namespace {
 
 namespace driver = fretwork::cuda;
 
-constexpr const char* kLines = "ops/kronecker/cuda/ieee.cuh";
-constexpr const char* kDeltas = "ops/kronecker/cuda/ieee_strided.cuh";
+constexpr const char* kSource = "ops/kronecker/cuda/ieee.cuh";
 
 constexpr LineTile kProductLines[] = {{4, 2, 2}, {3, 2, 2}, {4, 4, 1}, {3, 4, 1}};
 constexpr LineTile kWeightLines[] = {{4, 2, 2}, {3, 2, 2}, {4, 1, 1}, {3, 1, 1}};
@@ -35,18 +32,18 @@ int delta_bytes(const DeltaTile& t, bool depth_inner) {
   return 4 * kDeltaStages * (delta_words(t.rows(), t.v, depth_inner) + delta_words(t.cols(), t.v, depth_inner));
 }
 KernelSpec line_kernel(const LineTile& t, bool left_depth, bool right_depth) {
-  return {kLines,
+  return {kSource,
           "fretwork::kronecker::ieee::product_ieee<" + std::to_string(t.quads) + ", " + std::to_string(t.warp_rows) +
               ", " + std::to_string(t.warp_cols) + flag(left_depth) + flag(right_depth) + ">",
           line_bytes(t, left_depth, right_depth)};
 }
 KernelSpec delta_kernel(const DeltaTile& t, bool depth_inner) {
-  return {kDeltas,
+  return {kSource,
           "fretwork::kronecker::ieee::deltas_ieee<" + std::to_string(t.v) + ", " + std::to_string(t.e) + ", " +
               std::to_string(t.c) + ", " + std::to_string(t.warps) + flag(depth_inner) + ">",
           delta_bytes(t, depth_inner)};
 }
-KernelSpec order_kernel() { return {kLines, "fretwork::kronecker::ieee::order_weights"}; }
+KernelSpec order_kernel() { return {kSource, "fretwork::kronecker::ieee::order_weights"}; }
 
 constexpr int kNeighbours = 2;  // δ of a thread
 

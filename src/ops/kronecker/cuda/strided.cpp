@@ -9,7 +9,7 @@ namespace {
 
 constexpr const char* kProduct = "ops/kronecker/cuda/strided.cuh";
 constexpr const char* kCluster = "ops/kronecker/cuda/strided_cluster.cuh";
-constexpr const char* kPack = "ops/kronecker/cuda/strided_pack.cuh";
+constexpr const char* kPack = "ops/kronecker/cuda/pack.cuh";
 
 /// The tiles there are kernels for, those of whole 32-byte sectors first. Rows are 16·wm.
 std::vector<Tile> product_tiles(int size, int products) {

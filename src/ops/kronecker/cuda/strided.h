@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "ops/kronecker/cuda/launch.h"
-#include "ops/kronecker/cuda/params_strided.cuh"
+#include "ops/kronecker/cuda/params.h"
 #include "runtime/alignment.h"
 #include "runtime/cost.h"
 #include "runtime/cuda_driver.h"

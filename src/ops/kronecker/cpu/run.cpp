@@ -569,10 +569,10 @@ void ask_for_large_pages(const Problem& p) {
   }
 }
 
-template <typename Kind, typename... Most>
+template <typename Loop, typename... Most>
 void run_as(const Problem& problem, Context& context, Most... most) {
   const Sizes& s = problem.sizes;
-  const Kind work(problem, context, most...);
+  const Loop work(problem, context, most...);
   const Workspace workspace(context, work.weight_bytes());
   std::byte* const packed = static_cast<std::byte*>(workspace.data());
   const double weights = static_cast<double>(s.a * s.b * s.c) * static_cast<double>(s.d);
@@ -632,16 +632,16 @@ void run(const Problem& problem, Context& context) {
   batch_on_lanes(problem) ? run_as<BatchLast>(problem, context) : run_as<BatchFirst>(problem, context);
 }
 
-bool run(const Problem& problem, Context& context, const Config& choice) {
-  switch (choice.family) {
+bool run(const Problem& problem, Context& context, const Config& config) {
+  switch (config.family) {
     case Family::rows:
       ask_for_large_pages(problem);
-      run_as<BatchFirst>(problem, context, choice.first);
+      run_as<BatchFirst>(problem, context, config.first);
       return true;
     case Family::lanes:
       ask_for_large_pages(problem);
-      Turned::fits(problem) ? run_as<Turned>(problem, context, choice.first)
-                            : run_as<BatchLast>(problem, context, choice.first);
+      Turned::fits(problem) ? run_as<Turned>(problem, context, config.first)
+                            : run_as<BatchLast>(problem, context, config.first);
       return true;
     case Family::few:
       return FewRows::fits(problem) && (run_as<FewRows>(problem, context), true);

@@ -66,8 +66,8 @@ ProductOperand operand(void* data, std::int64_t i, std::int64_t l, std::int64_t 
   return {data, i, l, line, entry, l_first ? 0 : near(line) <= near(entry) ? 1 : 2, 0};
 }
 
-/// x or y as an operand whose lines are batch rows and whose entries are the features of one δ. Steps that nobody takes
-/// are zero, so that they spoil no alignment.
+/// x or y as an operand whose lines are batch rows and whose entries are the features of one δ. Strides
+/// of size-1 dimensions are set to 0, which fits every alignment.
 ProductOperand matrix_operand(const Matrix& m, const Sizes& s, std::int64_t width, bool batch_is_entry) {
   const std::int64_t across = s.d * m.feature;
   return operand(m.data, s.a > 1 ? width * across : 0, s.d > 1 ? m.feature : 0, batch_is_entry ? across : m.batch,

@@ -82,7 +82,7 @@ bool wide(const ProductOperand& o) {
   return (across | o.i | o.l) % 4 == 0 && is_aligned(o.data, 16);
 }
 
-/// Lines are batch rows, or features where the batch is the depth. Steps that nobody takes are zero.
+/// Lines are batch rows, or features where the batch is the depth. Strides of size-1 dimensions are set to 0.
 ProductOperand operand(const Matrix& m, const Sizes& s, std::int64_t width, bool batch_is_entry) {
   const std::int64_t across = s.d * m.feature;
   return {m.data,

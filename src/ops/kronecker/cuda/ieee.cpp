@@ -43,7 +43,7 @@ KernelSpec delta_kernel(const DeltaTile& t, bool depth_inner) {
               std::to_string(t.c) + ", " + std::to_string(t.warps) + flag(depth_inner) + ">",
           delta_bytes(t, depth_inner)};
 }
-KernelSpec order_kernel() { return {kSource, "fretwork::kronecker::ieee::order_weights"}; }
+KernelSpec order_kernel() { return {kSource, "fretwork::kronecker::ieee::order_weights<float>"}; }
 
 constexpr int kNeighbours = 2;  // δ of a thread
 
@@ -144,7 +144,7 @@ void launch(ProductParams& p, const DeltaTile& t, bool depth_inner, Context& con
 /// Sizes and strides of the weights' axes in the order that they are wanted in.
 void order(const Weights& w, void* to, const std::int64_t (&sizes)[4], const std::int64_t (&strides)[4],
            std::int64_t line, Context& context) {
-  OrderParams p{static_cast<const float*>(w.data), static_cast<float*>(to), {}, {}, static_cast<unsigned>(line), 0};
+  OrderParams p{w.data, to, {}, {}, static_cast<unsigned>(line), 0};
   std::copy(std::begin(strides), std::end(strides), p.strides);
   std::transform(std::begin(sizes), std::end(sizes), p.sizes, [](auto n) { return static_cast<unsigned>(n); });
   p.count = static_cast<unsigned>(sizes[0] * sizes[1] * sizes[2] * line);

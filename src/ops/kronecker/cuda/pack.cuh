@@ -411,64 +411,70 @@ __global__ void __launch_bounds__(256) strided_pack(const __grid_constant__ kron
 }  // namespace fretwork
 
 // ----------------------------------------------------------------------------------------------------
-// Packs the weights of two factors in the order in which the threads of chain.cuh hold them.
+// Packs the weights of two factors in the orders in which the threads of chain.cuh and chain_wide.cuh hold them.
 
 namespace fretwork::kronecker::chain {
 
-/// What a register of a fragment holds: columns 2t, 2t + 1 (+ 8) of K, line g of a product.
+/// A word of packed weights holds k and k + 1 of a line of a product, of the first factor or of the second.
 struct Entry {
+  bool second;
   int product, line, k;
 };
 
-/// `at` counts words of one factor: [rank][warp][words / 4][lane][4].
-__device__ __forceinline__ Entry entry_of(Monarch::Share share, int warps, int depth, int products, int at) {
-  const int words = share.words(depth), lane = at / 4 % 32, word = at / 128 % (words / 4) * 4 + at % 4;
-  const int warp = at / (32 * words) % warps, rank = at / (32 * words * warps);
-  const int half = word % 2, tile = word / 2 % share.tiles(), step = word / 2 / share.tiles() % (depth / 16);
-  const int rest = word / 2 / share.tiles() / (depth / 16), group = rest / 2 % share.groups();
-  const int pair = share.first_pair(warp) + rest / 2 / share.groups();
-  const int line = share.first_column(warp) + (group * share.tiles() + tile) * 8 + lane / 4;
-  return {rank * products + 2 * pair + rest % 2, line, 16 * step + 8 * half + 2 * (lane % 4)};
-}
-
-/// One word each thread.
+/// The order of chain.cuh: [factor][rank][warp][words / 4][lane][4]. A register of a fragment holds columns 2t, 2t + 1
+/// (+ 8) of K, line g of a product.
 template <int kQ, int kR, int kS, int kP, int kRanks, int kFirstWarps, int kSecondWarps>
-__global__ void __launch_bounds__(kPackThreads) pack(const __grid_constant__ PackParams p) {
-  constexpr Monarch kMonarch{kQ, kR, kS, kP, kRanks, 1, kFirstWarps, kSecondWarps};
-  constexpr int kFirst = 32 * kFirstWarps * kRanks * kMonarch.first_words();
-  let_next_kernel_start();
-  const int at = static_cast<int>(blockIdx.x * kPackThreads + threadIdx.x);
-  if (at >= kMonarch.words()) {
-    return;
+struct FusedOrder {
+  static constexpr Monarch kMonarch{kQ, kR, kS, kP, kRanks, 1, kFirstWarps, kSecondWarps};
+  static constexpr int kFirst = 32 * kFirstWarps * kRanks * kMonarch.first_words();
+  static constexpr i64 kWords = kMonarch.words();
+
+  /// `at` counts words of one factor.
+  static __device__ __forceinline__ Entry entry_of(Monarch::Share share, int warps, int depth, int products, int at) {
+    const int words = share.words(depth), lane = at / 4 % 32, word = at / 128 % (words / 4) * 4 + at % 4;
+    const int warp = at / (32 * words) % warps, rank = at / (32 * words * warps);
+    const int half = word % 2, tile = word / 2 % share.tiles(), step = word / 2 / share.tiles() % (depth / 16);
+    const int rest = word / 2 / share.tiles() / (depth / 16), group = rest / 2 % share.groups();
+    const int pair = share.first_pair(warp) + rest / 2 / share.groups();
+    const int line = share.first_column(warp) + (group * share.tiles() + tile) * 8 + lane / 4;
+    return {false, rank * products + 2 * pair + rest % 2, line, 16 * step + 8 * half + 2 * (lane % 4)};
   }
-  const u16* from;
-  i64 next;
-  if (at < kFirst) {
-    const Entry e = entry_of(kMonarch.first(), kFirstWarps, kR, kMonarch.blocks(), at);
-    next = p.first_c;
-    from = static_cast<const u16*>(p.first) + e.product * p.first_a + e.line * p.first_b + e.k * next;
-  } else {
+  static __device__ __forceinline__ Entry entry(int at) {
+    if (at < kFirst) {
+      return entry_of(kMonarch.first(), kFirstWarps, kR, kMonarch.blocks(), at);
+    }
     // Pairs of i stand in an order that depends on l, which keeps the stores of the middle apart.
     const Entry e = entry_of(kMonarch.second(), kSecondWarps, kQ, kMonarch.deltas(), at - kFirst);
-    next = p.second_c;
-    from = static_cast<const u16*>(p.second) + e.product * p.second_d + e.line * p.second_b +
-           (e.k ^ (e.product / 2 % 4 * 2)) * next;
+    return {true, e.product, e.line, e.k ^ (e.product / 2 % 4 * 2)};
   }
-  static_cast<u32*>(p.to)[at] = from[0] | static_cast<u32>(from[next]) << 16;
-}
+};
 
-/// One word each thread: [rank][factor][warp][product][step][lane][4].
-__global__ void __launch_bounds__(kPackThreads) pack_wide(const __grid_constant__ PackParams p) {
+/// The order of chain_wide.cuh: [rank][factor][warp][product][step][lane][4].
+struct WideOrder {
+  static constexpr i64 kWords = Wide::kWords;
+
+  static __device__ __forceinline__ Entry entry(int index) {
+    const u32 at = static_cast<u32>(index);
+    const u32 part = at % 4, lane = at / 4 % 32, step = at / 128 % 4, e = at / 512 % 8, warp = at / 4096 % 4;
+    const u32 product = 8 * (at / 32768) + e, line = 16 * warp + lane / 4 + part % 2 * 8;
+    const u32 k = 16 * step + lane % 4 * 2 + part / 2 * 8;
+    return {at / 16384 % 2 != 0, static_cast<int>(product), static_cast<int>(line), static_cast<int>(k)};
+  }
+};
+
+/// One word each thread.
+template <typename Order>
+__global__ void __launch_bounds__(kPackThreads) pack(const __grid_constant__ PackParams p) {
   let_next_kernel_start();
-  const u32 at = blockIdx.x * kPackThreads + threadIdx.x;
-  const u32 part = at % 4, lane = at / 4 % 32, step = at / 128 % 4, e = at / 512 % 8, warp = at / 4096 % 4;
-  const u32 factor = at / 16384 % 2, rank = at / 32768;
-  const u32 product = 8 * rank + e, line = 16 * warp + lane / 4 + part % 2 * 8;
-  const u32 k = 16 * step + lane % 4 * 2 + part / 2 * 8;
-  const i64 next = factor == 0 ? p.first_c : p.second_c;
-  const u16* from = factor == 0
-                        ? static_cast<const u16*>(p.first) + product * p.first_a + line * p.first_b + k * next
-                        : static_cast<const u16*>(p.second) + product * p.second_d + line * p.second_b + k * next;
+  const int at = static_cast<int>(blockIdx.x * kPackThreads + threadIdx.x);
+  if (at >= Order::kWords) {
+    return;
+  }
+  const Entry e = Order::entry(at);
+  const i64 next = e.second ? p.second_c : p.first_c;
+  const u16* const from =
+      e.second ? static_cast<const u16*>(p.second) + e.product * p.second_d + e.line * p.second_b + e.k * next
+               : static_cast<const u16*>(p.first) + e.product * p.first_a + e.line * p.first_b + e.k * next;
   static_cast<u32*>(p.to)[at] = from[0] | static_cast<u32>(from[next]) << 16;
 }
 

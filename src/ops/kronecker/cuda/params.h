@@ -180,8 +180,8 @@ namespace fretwork::kronecker::ieee {
 
 /// Weights in the order that a kernel reads: the four axes from the outermost, lines of the last `line` elements apart.
 struct OrderParams {
-  const float* from;
-  float* to;
+  const void* from;
+  void* to;
   long long strides[4];
   unsigned sizes[4], line, count;
 };

@@ -18,7 +18,6 @@
 #include "fretwork/error.h"
 #include "kronecker/families.h"
 #include "ops/kronecker/cuda/launch.h"
-#include "ops/kronecker/cuda/pack.h"
 #include "pattern/checks.h"
 #include "runtime/kernels.h"
 #include "runtime/nvrtc.h"

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "ops/kronecker/cuda/params_chain.cuh"
+#include "ops/kronecker/cuda/params.h"
 #include "ops/kronecker/problem.h"
 
 namespace fretwork::kronecker::chain {

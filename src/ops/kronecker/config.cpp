@@ -1,4 +1,4 @@
-// Choices and tuning buckets as text, and the look-up in tuned tables.
+// Configs and tuning buckets as text, and the look-up in tuned tables.
 #include "ops/kronecker/config.h"
 
 #include <algorithm>
@@ -75,18 +75,18 @@ Tuned& tuned() {
 
 }  // namespace
 
-std::string text_of(const Config& choice) {
-  const auto& [name, numbers, parameters] = kFamilies[static_cast<std::size_t>(choice.family)];
+std::string text_of(const Config& config) {
+  const auto& [name, numbers, parameters] = kFamilies[static_cast<std::size_t>(config.family)];
   std::string text(name);
-  text += numbers > 0 ? ":" + std::to_string(choice.first) : "";
-  return text + (numbers > 1 ? "x" + std::to_string(choice.second) : "");
+  text += numbers > 0 ? ":" + std::to_string(config.first) : "";
+  return text + (numbers > 1 ? "x" + std::to_string(config.second) : "");
 }
 
-Columns columns_of(const Config& choice) {
-  const Spelling& family = kFamilies[static_cast<std::size_t>(choice.family)];
+Columns columns_of(const Config& config) {
+  const Spelling& family = kFamilies[static_cast<std::size_t>(config.family)];
   Columns columns{family.name};
   for (int n = 0; n < family.numbers; ++n) {
-    columns.parameters[family.parameters[static_cast<std::size_t>(n)]] = n == 0 ? choice.first : choice.second;
+    columns.parameters[family.parameters[static_cast<std::size_t>(n)]] = n == 0 ? config.first : config.second;
   }
   return columns;
 }
@@ -97,10 +97,10 @@ std::optional<Config> parse_config(std::string_view text) {
   if (family == kFamilies.end()) {
     return std::nullopt;
   }
-  Config choice{static_cast<Family>(family - kFamilies.begin())};
-  const bool read_all = (family->numbers < 1 || read(cut(text, 'x'), choice.first)) &&
-                        (family->numbers < 2 || read(cut(text, 'x'), choice.second)) && text.empty();
-  return read_all ? std::optional(choice) : std::nullopt;
+  Config config{static_cast<Family>(family - kFamilies.begin())};
+  const bool read_all = (family->numbers < 1 || read(cut(text, 'x'), config.first)) &&
+                        (family->numbers < 2 || read(cut(text, 'x'), config.second)) && text.empty();
+  return read_all ? std::optional(config) : std::nullopt;
 }
 
 std::optional<Bucket> bucket_of(const Problem& problem, const Context& context) {
@@ -170,13 +170,13 @@ Chosen chosen(const Problem& problem, const Context& context) {
   return {};
 }
 
-bool run(const Problem& problem, Context& context, const Config& choice) {
+bool run(const Problem& problem, Context& context, const Config& config) {
   const bool on_cuda = context.device.type == DeviceType::cuda;
-  if (choice.family == Family::best) {
+  if (config.family == Family::best) {
     on_cuda ? cuda::run(problem, context) : cpu::run(problem, context);
     return true;
   }
-  return on_cuda ? cuda::run(problem, context, choice) : cpu::run(problem, context, choice);
+  return on_cuda ? cuda::run(problem, context, config) : cpu::run(problem, context, config);
 }
 
 }  // namespace fretwork::kronecker

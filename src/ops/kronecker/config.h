@@ -14,7 +14,7 @@
 
 namespace fretwork::kronecker {
 
-/// `best` leaves it to the backend, which needs no table. Then those of a GPU, those of a CPU, and of both.
+/// `best` is what the backend chooses. Then the families of a GPU, those of a CPU, and `few`, which both have.
 enum class Family : std::uint8_t {
   best,
   hopper,
@@ -40,18 +40,18 @@ struct Config {
   int first = 0, second = 0;
   bool operator==(const Config&) const = default;
 };
-std::string text_of(const Config& choice);
-/// A choice in columns: the kernel's name, and each of `kParameters` that it has, by name.
+std::string text_of(const Config& config);
+/// A config in columns: the kernel's name, and each of `kParameters` that it has, by name.
 inline constexpr std::array<std::string_view, 4> kParameters = {"tile_columns", "deltas", "batch_warps", "batch_rows"};
 struct Columns {
   std::string_view kernel;
   std::array<int, kParameters.size()> parameters{};  ///< 0 for one that the kernel has not
 };
-Columns columns_of(const Config& choice);
-/// Nothing for what is no choice.
+Columns columns_of(const Config& config);
+/// Nothing for what is no config.
 std::optional<Config> parse_config(std::string_view text);
 
-/// Problems that share a choice: one pattern, type and layout, and batches between the same two powers of two.
+/// Problems that share a tuned config: one pattern, type and layout, and batches between the same two powers of two.
 struct Bucket {
   Sizes sizes{};
   DType dtype = DType::f32;
@@ -70,22 +70,22 @@ std::optional<Bucket> parse_bucket(std::string_view text);
 Problem make_problem(const ConstTensorView& x, const ConstTensorView& w, const ConstTensorView& out,
                      const KsmmOptions& options = {});
 
-/// Every choice that might take such a problem.
+/// Every config that fits the problem.
 std::vector<Config> candidates(const Problem& problem, const Context& context);
 
-/// What a call takes, and the table that says so; `best` and "heuristic" where none does.
+/// The config of a call, and the table that names it; `best` and "heuristic" where none does.
 struct Chosen {
   Config choice;
   std::string_view source = "heuristic";
 };
 Chosen chosen(const Problem& problem, const Context& context);
 
-/// False, with nothing done, when this way is not for this problem. The batch is not empty.
-bool run(const Problem& problem, Context& context, const Config& choice);
+/// False, with nothing done, where the config does not fit the problem. The batch is not empty.
+bool run(const Problem& problem, Context& context, const Config& config);
 
-/// Every choice but `best`.
+/// Every config but `best`.
 namespace cpu {
-bool run(const Problem& problem, Context& context, const Config& choice);
+bool run(const Problem& problem, Context& context, const Config& config);
 std::vector<Config> candidates(const Problem& problem);
 }  // namespace cpu
 namespace cuda {

@@ -1,12 +1,11 @@
 // Copies between weights and dense matrices: argument checks, the CPU loops, and the choice of backend.
-#include "ops/kronecker/convert.h"
-
 #include <algorithm>
 #include <atomic>
 #include <string>
 
 #include "fretwork/error.h"
 #include "fretwork/ops.h"
+#include "ops/kronecker/problem.h"
 #include "pattern/checks.h"
 
 namespace fretwork::kronecker {

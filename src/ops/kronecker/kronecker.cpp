@@ -82,7 +82,7 @@ Problem check(const char* op, const Argument& x, const Argument& w, const ConstT
   return problem;
 }
 
-/// The way that a table names, or the one that needs none: also where this problem's strides are not for the former.
+/// The config that a tuned table names. Where there is none, or it does not fit these strides, the backend chooses.
 void run(const Problem& problem, Context& context) {
   if (problem.batch > 0 && !run(problem, context, chosen(problem, context).choice)) {
     run(problem, context, Config{});

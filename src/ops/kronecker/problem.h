@@ -1,4 +1,5 @@
-// What the backends receive: a Kronecker product or its weight gradient, after all checks.
+// What the backends receive, after all checks: a Kronecker product, its weight gradient, a copy to or from a dense
+// matrix.
 #pragma once
 
 #include <cstdint>
@@ -54,6 +55,19 @@ struct WeightProblem {
   Vector d_bias;
 };
 
+/// A copy between the weights of a factor and its dense matrix. Elements are bits; strides count elements.
+struct ConvertProblem {
+  Sizes sizes{};
+  int element_bytes = 0;
+  bool to_dense = false;
+  Weights w;
+  struct {
+    void* data;
+    std::int64_t row, col;
+  } dense{};
+  std::int64_t* outside = nullptr;  ///< for from_dense: the first non-zero outside the pattern, or −1
+};
+
 namespace cpu {
 void run(const Problem& problem, Context& context);
 void run(const WeightProblem& problem, Context& context);
@@ -61,6 +75,7 @@ void run(const WeightProblem& problem, Context& context);
 namespace cuda {
 void run(const Problem& problem, Context& context);
 void run(const WeightProblem& problem, Context& context);
+void convert(const ConvertProblem& problem, Context& context);
 }  // namespace cuda
 
 }  // namespace fretwork::kronecker

@@ -122,81 +122,32 @@ class BatchFirst : Work {
     const std::int64_t block = job % blocks_, i = job / blocks_ / count() % s_.a;
     const Part& part = parts_[static_cast<std::size_t>(job / blocks_ % count())];
     const std::int64_t first_row = job / blocks_ / count() / s_.a * rows_.each;
-    const std::int64_t last_row = std::min(first_row + rows_.each, p_.batch);
     const std::int64_t panels = part.columns.panels();
     const std::int64_t first = panels * block / blocks_, last = panels * (block + 1) / blocks_;
     if (first == last) {
       return;
     }
-    const std::int64_t lane = part.columns.panel(first).first_vector * tiles_.lanes;
-    const std::int64_t lanes =
-        part.columns.panel(last - 1).first_vector * tiles_.lanes + part.columns.panel(last - 1).width - lane;
+    Share share{part, i, first_row, std::min(first_row + rows_.each, p_.batch), first, last};
+    share.lane = part.columns.panel(first).first_vector * tiles_.lanes;
+    share.lanes =
+        part.columns.panel(last - 1).first_vector * tiles_.lanes + part.columns.panel(last - 1).width - share.lane;
+    share.once = part.depth.pieces() == 1;
+    share.prefetches = far_ && (s_.d > part.chunk.run() || part.depth.each * part.chunk.run() <= kShortRow);
+    share.whole_runs = !tiles_.widens && part.chunk.full() && part.chunk.run() == tiles_.lanes && tiles_.lanes > 1 &&
+                       p_.x.feature == 1 && !packing_.strip(x(i), part.depth.each, part.chunk).together;
     Buffers& buffers = Buffers::of_thread();
-    std::byte* const left = buffers.left.need(packing_.bytes(tiles_.rows * part.depth.each * part.chunk.run()));
-    const bool once = part.depth.pieces() == 1;
-    const bool fetches = far_ && (s_.d > part.chunk.run() || part.depth.each * part.chunk.run() <= kShortRow);
-    // Runs of a whole vector are packed by the first product of a strip, and fetched by those of the strip before.
-    const bool whole_runs = !tiles_.widens && part.chunk.full() && part.chunk.run() == tiles_.lanes &&
-                            tiles_.lanes > 1 && p_.x.feature == 1 &&
-                            !packing_.strip(x(i), part.depth.each, part.chunk).together;
+    share.left = buffers.left.need(packing_.bytes(tiles_.rows * part.depth.each * part.chunk.run()));
     // The bias, one tile's sums, and if they are computed piece by piece, all sums.
-    std::byte* const bias = buffers.sums.need(
-        tiles_.sum * static_cast<std::size_t>(lanes + tiles_.rows * lanes + (once ? 0 : rows_.each * lanes)));
-    std::byte* const sums = sum_at(bias, lanes);
+    share.bias = buffers.sums.need(tiles_.sum * static_cast<std::size_t>(share.lanes + tiles_.rows * share.lanes +
+                                                                         (share.once ? 0 : rows_.each * share.lanes)));
+    share.sums = sum_at(share.bias, share.lanes);
     for (std::int64_t n = first; n < last && p_.bias.data != nullptr; ++n) {
       const Columns::Panel panel = part.columns.panel(n);
-      pack_bias(i, part.chunk, panel, sum_at(bias, panel.first_vector * tiles_.lanes - lane));
+      pack_bias(i, part.chunk, panel, sum_at(share.bias, panel.first_vector * tiles_.lanes - share.lane));
     }
     for (std::int64_t piece = 0; piece < part.depth.pieces(); ++piece) {
-      const std::int64_t k = piece * part.depth.each, depth = part.depth.size(piece);
-      for (std::int64_t row = first_row; row < last_row; row += tiles_.rows) {
-        const std::int64_t rows = std::min(tiles_.rows, last_row - row);
-        const Operand from = packing_.at(x(i), row, k, part.chunk.first);
-        const bool on_the_way = whole_runs && rows == tiles_.rows;
-        const Packing::Strip strip = on_the_way
-                                         ? packing_.strip(from, depth, part.chunk)
-                                         : packing_.left(from, rows, std::min(depth, s_.c - k), part.chunk, left);
-        simd::Term term{on_the_way ? from.data : left, 0, nullptr};
-        simd::Product product{.terms = &term, .count = 1, .steps = depth / tiles_.group};
-        product.row_stride = on_the_way ? from.row : strip.row;
-        product.step_stride = on_the_way ? from.col : strip.step;
-        product.copy = on_the_way ? left : nullptr;
-        product.add = piece > 0;
-        const Operand next = packing_.at(x(i), row + tiles_.rows, k, part.chunk.first);
-        product.soon_stride = next.col * size_;
-        product.soon_apart = next.row * size_;
-        std::int64_t fetched = 0;  // rows of the next strip
-        const bool follows = fetches && row + 2 * tiles_.rows <= last_row;
-        for (std::int64_t n = first; n < last; ++n) {
-          const Columns::Panel panel = part.columns.panel(n);
-          if (follows && !on_the_way) {
-            fetch(next, depth, part.chunk, n - first, last - first);
-          }
-          const bool soon = follows && on_the_way && fetched < tiles_.rows;
-          product.soon = soon ? packing_.at(next.data, fetched * next.row) : nullptr;
-          fetched += panel.vectors;
-          const std::int64_t lane_here = panel.first_vector * tiles_.lanes - lane;
-          product.right = packed + packing_.bytes(place(i, part, panel, k));
-          product.sum_stride = once ? panel.width : lanes;
-          product.sums = sum_at(sums, once ? 0 : (row - first_row) * lanes + lane_here);
-          const bool whole = piece + 1 == part.depth.pieces();
-          const Operand to = packing_.at(y(i), row, panel.first, part.chunk.first);
-          const bool direct = whole && !finishes_ && rows == tiles_.rows && to_memory(part.chunk, panel, to, product);
-          product.out = direct ? to.data : nullptr;
-          (tiles_.group > 1 ? tiles_.multiply : tiles_.multiply_runs[part.chunk.log])[panel.vectors - 1](product);
-          term.left = left;
-          product.row_stride = strip.row;
-          product.step_stride = strip.step;
-          product.copy = nullptr;
-          if (whole && !direct) {
-            if (finishes_) {
-              const void* const col_bias = p_.bias.data != nullptr ? sum_at(bias, lane_here) : nullptr;
-              finish({product.sums, product.sum_stride, rows, panel.width, nullptr, col_bias, p_.activation}, p_.dtype);
-            }
-            packing_.store(static_cast<const std::byte*>(product.sums), product.sum_stride, rows, panel.count,
-                           part.chunk, to, stream_);
-          }
-        }
+      for (std::int64_t row = first_row; row < share.last_row; row += tiles_.rows) {
+        multiply_strip(share, piece, row, packed);
       }
     }
   }
@@ -208,6 +159,74 @@ class BatchFirst : Work {
     Split depth;
     std::int64_t offset;  ///< of its packed weights
   };
+  /// One job: batch rows of a diagonal block by panels of a part.
+  struct Share {
+    const Part& part;
+    std::int64_t i, first_row, last_row, first, last;  ///< block; batch rows; panels
+    std::int64_t lane = 0, lanes = 0;                  ///< of these panels: the first, and their number
+    bool once = false;                                 ///< the depth is one piece
+    bool prefetches = false;
+    bool whole_runs = false;  ///< runs fill vectors: the first product of a strip packs it, and those of the strip
+                              ///< before prefetch it
+    std::byte *left = nullptr, *bias = nullptr, *sums = nullptr;
+  };
+  /// A tile of rows from `row` on by all panels of a share, over one piece of the depth.
+  void multiply_strip(const Share& share, std::int64_t piece, std::int64_t row, std::byte* packed) const {
+    const Part& part = share.part;
+    const std::int64_t k = piece * part.depth.each, depth = part.depth.size(piece);
+    const std::int64_t rows = std::min(tiles_.rows, share.last_row - row);
+    const Operand from = packing_.at(x(share.i), row, k, part.chunk.first);
+    const bool unpacked = share.whole_runs && rows == tiles_.rows;
+    const Packing::Strip strip = unpacked
+                                     ? packing_.strip(from, depth, part.chunk)
+                                     : packing_.left(from, rows, std::min(depth, s_.c - k), part.chunk, share.left);
+    simd::Term term{unpacked ? from.data : share.left, 0, nullptr};
+    simd::Product product{.terms = &term, .count = 1, .steps = depth / tiles_.group};
+    product.row_stride = unpacked ? from.row : strip.row;
+    product.step_stride = unpacked ? from.col : strip.step;
+    product.copy = unpacked ? share.left : nullptr;
+    product.add = piece > 0;
+    const Operand next = packing_.at(x(share.i), row + tiles_.rows, k, part.chunk.first);
+    product.soon_stride = next.col * size_;
+    product.soon_apart = next.row * size_;
+    std::int64_t fetched = 0;  // rows of the next strip
+    const bool follows = share.prefetches && row + 2 * tiles_.rows <= share.last_row;
+    const bool whole = piece + 1 == part.depth.pieces();
+    for (std::int64_t n = share.first; n < share.last; ++n) {
+      const Columns::Panel panel = part.columns.panel(n);
+      if (follows && !unpacked) {
+        fetch(next, depth, part.chunk, n - share.first, share.last - share.first);
+      }
+      const bool soon = follows && unpacked && fetched < tiles_.rows;
+      product.soon = soon ? packing_.at(next.data, fetched * next.row) : nullptr;
+      fetched += panel.vectors;
+      const std::int64_t lane = panel.first_vector * tiles_.lanes - share.lane;
+      product.right = packed + packing_.bytes(place(share.i, part, panel, k));
+      product.sum_stride = share.once ? panel.width : share.lanes;
+      product.sums = sum_at(share.sums, share.once ? 0 : (row - share.first_row) * share.lanes + lane);
+      const Operand to = packing_.at(y(share.i), row, panel.first, part.chunk.first);
+      const bool stores = whole && !finishes_ && rows == tiles_.rows && to_memory(part.chunk, panel, to, product);
+      product.out = stores ? to.data : nullptr;
+      (tiles_.group > 1 ? tiles_.multiply : tiles_.multiply_runs[part.chunk.log])[panel.vectors - 1](product);
+      term.left = share.left;
+      product.row_stride = strip.row;
+      product.step_stride = strip.step;
+      product.copy = nullptr;
+      if (whole && !stores) {
+        store(product, rows, panel, part.chunk, sum_at(share.bias, lane), to);
+      }
+    }
+  }
+  /// Adds the bias, activates, and stores the sums of a tile.
+  void store(const simd::Product& product, std::int64_t rows, const Columns::Panel& panel, const Chunk& chunk,
+             const std::byte* bias, const Operand& to) const {
+    if (finishes_) {
+      const void* const col_bias = p_.bias.data != nullptr ? bias : nullptr;
+      finish({product.sums, product.sum_stride, rows, panel.width, nullptr, col_bias, p_.activation}, p_.dtype);
+    }
+    packing_.store(static_cast<const std::byte*>(product.sums), product.sum_stride, rows, panel.count, chunk, to,
+                   stream_);
+  }
   std::int64_t count() const { return static_cast<std::int64_t>(parts_.size()); }
   std::int64_t place(std::int64_t i, const Part& part, const Columns::Panel& panel, std::int64_t k) const {
     return i * stride_ + part.offset + panel.first_vector * tiles_.lanes * depth_ + k * panel.width;
@@ -279,88 +298,109 @@ class BatchLast : Work {
 
   std::int64_t jobs() const { return s_.a * s_.d * cols_.pieces() * strips_.pieces(); }
   void multiply(std::int64_t job, std::byte* packed) const {
-    const std::int64_t group = job / strips_.pieces() / cols_.pieces(), i = group / s_.d, l = group % s_.d;
+    const std::int64_t group = job / strips_.pieces() / cols_.pieces();
     const std::int64_t first_col = job / strips_.pieces() % cols_.pieces() * cols_.each;
-    const std::int64_t first_strip = job % strips_.pieces() * strips_.each;
-    const std::int64_t first_row = first_strip * tiles_.rows;
-    const std::int64_t rows = std::min(strips_.each * tiles_.rows, s_.b - first_row);
-    const Chunk one{l, 1, 0};
-    const Columns columns(std::min(cols_.each, p_.batch - first_col), 1, tiles_);
+    const std::int64_t first_row = job % strips_.pieces() * strips_.each * tiles_.rows;
+    Share share{group,
+                group / s_.d,
+                group % s_.d,
+                first_col,
+                first_row,
+                std::min(strips_.each * tiles_.rows, s_.b - first_row),
+                Columns(std::min(cols_.each, p_.batch - first_col), 1, tiles_)};
+    const std::int64_t padded_rows = ceil_div(share.rows, tiles_.rows) * tiles_.rows;
     Buffers& buffers = Buffers::of_thread();
-    const bool once = pieces_.pieces() == 1;
-    const std::int64_t padded_rows = ceil_div(rows, tiles_.rows) * tiles_.rows;
-    std::byte* const bias =
-        buffers.sums.need(tiles_.sum * static_cast<std::size_t>(padded_rows * (1 + columns.lanes())));
-    std::byte* const sums = sum_at(bias, padded_rows);
+    share.bias = buffers.sums.need(tiles_.sum * static_cast<std::size_t>(padded_rows * (1 + share.columns.lanes())));
+    share.sums = sum_at(share.bias, padded_rows);
     if (p_.bias.data != nullptr) {
-      pack_bias(i, one, {first_row, rows, 0, 0, padded_rows}, bias);
+      pack_bias(share.i, {share.l, 1, 0}, {first_row, share.rows, 0, 0, padded_rows}, share.bias);
     }
-    std::byte* const right = buffers.right.need(packing_.bytes(pieces_.each * columns.lanes()));
-    // The first strip of weights packs a panel that lies in rows, and the second fetches the panel to its right.
-    const bool on_the_way = !tiles_.widens && tiles_.group == 1 && p_.x.batch == 1;
+    share.right = buffers.right.need(packing_.bytes(pieces_.each * share.columns.lanes()));
     for (std::int64_t piece = 0; piece < pieces_.pieces(); ++piece) {
-      const std::int64_t k = piece * pieces_.each, depth = pieces_.size(piece);
-      const Operand from = packing_.at(x(i), first_col, k, l);
-      // Panels of one width together, so that rows of x are read on and on.
-      for (std::int64_t n = 0, same = 1; n < columns.panels() && !on_the_way; n += same) {
-        const Columns::Panel panel = columns.panel(n);
-        std::int64_t count = panel.count;
-        for (same = 1; n + same < columns.panels() && columns.panel(n + same).width == panel.width; ++same) {
-          count += columns.panel(n + same).count;
-        }
-        tiles_.pack({packing_.at(from.data, panel.first * from.row), from.col, from.row}, std::min(depth, s_.c - k),
-                    count, panel.width, right + packing_.bytes(depth * panel.first_vector * tiles_.lanes),
-                    static_cast<std::int64_t>(packing_.bytes(depth * panel.width)));
+      if (!packs_while_multiplying()) {
+        pack_panels(share, piece);
       }
-      for (std::int64_t n = 0; n < columns.panels(); ++n) {
-        const Columns::Panel panel = columns.panel(n);
-        const std::int64_t lane = panel.first_vector * tiles_.lanes;
-        const bool whole_panel = panel.count == panel.width;
-        void* const data = packing_.at(from.data, panel.first * from.row);
-        std::byte* const to = on_the_way ? right : right + packing_.bytes(depth * lane);
-        if (on_the_way && !whole_panel) {
-          tiles_.pack({data, from.col, from.row}, depth, panel.count, panel.width, to, 0);
-        }
-        simd::Product product{.count = 1, .steps = depth / tiles_.group, .right = to};
-        product.raw_stride = from.col;
-        product.row_stride = as_is_ ? p_.w.b : tiles_.group;
-        product.step_stride = as_is_ ? tiles_.group : tiles_.group * tiles_.rows;
-        product.add = piece > 0;
-        product.sum_stride = once ? panel.width : columns.lanes();
-        const bool whole = piece + 1 == pieces_.pieces();
-        const Operand out = packing_.at(y(i), first_col + panel.first, 0, l);
-        for (std::int64_t row = 0; row < rows; row += tiles_.rows) {
-          const std::int64_t height = std::min(tiles_.rows, rows - row);
-          const simd::Term term{left(packed, group, first_row + row, k), 0, nullptr};
-          product.terms = &term;
-          product.raw = on_the_way && whole_panel && row == 0 ? data : nullptr;
-          const bool fetches = on_the_way && row == tiles_.rows && first_col + panel.first + panel.width < p_.batch;
-          product.soon = fetches ? packing_.at(data, panel.width) : nullptr;
-          product.soon_stride = from.col * size_;
-          product.soon_apart = kLine;
-          product.sums = sum_at(sums, once ? 0 : row * columns.lanes() + lane);
-          const Place place{packing_.at(out.data, (first_row + row) * out.col), out.col, out.row};
-          const bool direct = whole && !finishes_ && height == tiles_.rows && whole_panel && out.row == 1;
-          const auto lines = [&](std::intptr_t bytes) { return bytes % 64 == 0; };
-          product.out = direct ? place.data : nullptr;
-          product.out_stride = out.col;
-          product.stream = stream_ && lines(reinterpret_cast<std::intptr_t>(place.data)) && lines(out.col * size_) &&
-                           lines(panel.width * size_);
-          tiles_.multiply[panel.vectors - 1](product);
-          if (whole && !direct) {
-            if (finishes_) {
-              const void* const row_bias = p_.bias.data != nullptr ? sum_at(bias, row) : nullptr;
-              finish({product.sums, product.sum_stride, height, panel.width, row_bias, nullptr, p_.activation},
-                     p_.dtype);
-            }
-            tiles_.store(product.sums, product.sum_stride, height, panel.count, place, stream_);
-          }
-        }
+      for (std::int64_t n = 0; n < share.columns.panels(); ++n) {
+        multiply_panel(share, piece, share.columns.panel(n), packed);
       }
     }
   }
 
  private:
+  /// One job: strips of weights of one δ by panels of the batch.
+  struct Share {
+    std::int64_t group, i, l, first_col, first_row, rows;
+    Columns columns;
+    std::byte *bias = nullptr, *sums = nullptr, *right = nullptr;
+  };
+  /// The first strip of weights packs a panel that lies in rows, and the second prefetches the panel to its right.
+  bool packs_while_multiplying() const { return !tiles_.widens && tiles_.group == 1 && p_.x.batch == 1; }
+  /// Packs panels of one width together, so that rows of x are read in sequence.
+  void pack_panels(const Share& share, std::int64_t piece) const {
+    const Columns& columns = share.columns;
+    const std::int64_t k = piece * pieces_.each, depth = pieces_.size(piece);
+    const Operand from = packing_.at(x(share.i), share.first_col, k, share.l);
+    for (std::int64_t n = 0, same = 1; n < columns.panels(); n += same) {
+      const Columns::Panel panel = columns.panel(n);
+      std::int64_t count = panel.count;
+      for (same = 1; n + same < columns.panels() && columns.panel(n + same).width == panel.width; ++same) {
+        count += columns.panel(n + same).count;
+      }
+      tiles_.pack({packing_.at(from.data, panel.first * from.row), from.col, from.row}, std::min(depth, s_.c - k),
+                  count, panel.width, share.right + packing_.bytes(depth * panel.first_vector * tiles_.lanes),
+                  static_cast<std::int64_t>(packing_.bytes(depth * panel.width)));
+    }
+  }
+  /// All strips of a share by one panel, over one piece of the depth.
+  void multiply_panel(const Share& share, std::int64_t piece, const Columns::Panel& panel, std::byte* packed) const {
+    const std::int64_t k = piece * pieces_.each, depth = pieces_.size(piece);
+    const std::int64_t lane = panel.first_vector * tiles_.lanes, lanes = share.columns.lanes();
+    const bool once = pieces_.pieces() == 1, whole = piece + 1 == pieces_.pieces();
+    const bool packs = packs_while_multiplying(), whole_panel = panel.count == panel.width;
+    const Operand from = packing_.at(x(share.i), share.first_col + panel.first, k, share.l);
+    std::byte* const right = packs ? share.right : share.right + packing_.bytes(depth * lane);
+    if (packs && !whole_panel) {
+      tiles_.pack({from.data, from.col, from.row}, depth, panel.count, panel.width, right, 0);
+    }
+    simd::Product product{.count = 1, .steps = depth / tiles_.group, .right = right};
+    product.raw_stride = from.col;
+    product.row_stride = as_is_ ? p_.w.b : tiles_.group;
+    product.step_stride = as_is_ ? tiles_.group : tiles_.group * tiles_.rows;
+    product.add = piece > 0;
+    product.sum_stride = once ? panel.width : lanes;
+    product.soon_stride = from.col * size_;
+    product.soon_apart = kLine;
+    const Operand out = packing_.at(y(share.i), share.first_col + panel.first, 0, share.l);
+    product.out_stride = out.col;
+    const auto lines = [&](std::intptr_t bytes) { return bytes % 64 == 0; };
+    for (std::int64_t row = 0; row < share.rows; row += tiles_.rows) {
+      const std::int64_t height = std::min(tiles_.rows, share.rows - row);
+      const simd::Term term{left(packed, share.group, share.first_row + row, k), 0, nullptr};
+      product.terms = &term;
+      product.raw = packs && whole_panel && row == 0 ? from.data : nullptr;
+      const bool fetches = packs && row == tiles_.rows && share.first_col + panel.first + panel.width < p_.batch;
+      product.soon = fetches ? packing_.at(from.data, panel.width) : nullptr;
+      product.sums = sum_at(share.sums, once ? 0 : row * lanes + lane);
+      const Place place{packing_.at(out.data, (share.first_row + row) * out.col), out.col, out.row};
+      const bool stores = whole && !finishes_ && height == tiles_.rows && whole_panel && out.row == 1;
+      product.out = stores ? place.data : nullptr;
+      product.stream = stream_ && lines(reinterpret_cast<std::intptr_t>(place.data)) && lines(out.col * size_) &&
+                       lines(panel.width * size_);
+      tiles_.multiply[panel.vectors - 1](product);
+      if (whole && !stores) {
+        store(product, height, panel, sum_at(share.bias, row), place);
+      }
+    }
+  }
+  /// Adds the bias, activates, and stores the sums of a tile.
+  void store(const simd::Product& product, std::int64_t height, const Columns::Panel& panel, const std::byte* bias,
+             const Place& place) const {
+    if (finishes_) {
+      const void* const row_bias = p_.bias.data != nullptr ? bias : nullptr;
+      finish({product.sums, product.sum_stride, height, panel.width, row_bias, nullptr, p_.activation}, p_.dtype);
+    }
+    tiles_.store(product.sums, product.sum_stride, height, panel.count, place, stream_);
+  }
   std::int64_t stride() const { return strips_.count * tiles_.rows * depth_; }
   /// A strip of weights from depth k on.
   const void* left(std::byte* packed, std::int64_t group, std::int64_t row, std::int64_t k) const {
@@ -529,10 +569,10 @@ void ask_for_large_pages(const Problem& p) {
   }
 }
 
-template <typename Kind, typename... Most>
+template <typename Loop, typename... Most>
 void run_as(const Problem& problem, Context& context, Most... most) {
   const Sizes& s = problem.sizes;
-  const Kind work(problem, context, most...);
+  const Loop work(problem, context, most...);
   const Workspace workspace(context, work.weight_bytes());
   std::byte* const packed = static_cast<std::byte*>(workspace.data());
   const double weights = static_cast<double>(s.a * s.b * s.c) * static_cast<double>(s.d);
@@ -592,16 +632,16 @@ void run(const Problem& problem, Context& context) {
   batch_on_lanes(problem) ? run_as<BatchLast>(problem, context) : run_as<BatchFirst>(problem, context);
 }
 
-bool run(const Problem& problem, Context& context, const Config& choice) {
-  switch (choice.family) {
+bool run(const Problem& problem, Context& context, const Config& config) {
+  switch (config.family) {
     case Family::rows:
       ask_for_large_pages(problem);
-      run_as<BatchFirst>(problem, context, choice.first);
+      run_as<BatchFirst>(problem, context, config.first);
       return true;
     case Family::lanes:
       ask_for_large_pages(problem);
-      Turned::fits(problem) ? run_as<Turned>(problem, context, choice.first)
-                            : run_as<BatchLast>(problem, context, choice.first);
+      Turned::fits(problem) ? run_as<Turned>(problem, context, config.first)
+                            : run_as<BatchLast>(problem, context, config.first);
       return true;
     case Family::few:
       return FewRows::fits(problem) && (run_as<FewRows>(problem, context), true);

@@ -80,6 +80,43 @@ HWY_INLINE void StoreFour(D d, hn::Vec<D> a, hn::Vec<D> b, hn::Vec<D> c, hn::Vec
 #endif
 }
 
+/// Products that fill no vector: w[k] · x[k] for k from `at` to `end`.
+template <typename T>
+struct Rest {
+  const T *w, *x;
+  std::int64_t at, end;
+};
+
+/// to[l] = the sum of the lanes of δ l in a run of δ, and of the rest.
+template <class D, typename T = hn::TFromD<D>>
+HWY_INLINE void StoreRun(D d, hn::Vec<D> sum, const Rest<hn::TFromD<D>>& rest, std::int64_t run, T* to) {
+  constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(D()));
+  if (run == kLanes) {
+    hn::StoreU(sum, d, to);
+    return;
+  }
+  HWY_ALIGN T lanes[kLanes];
+  std::int64_t count = kLanes;
+  if (rest.at == rest.end && run * static_cast<std::int64_t>(sizeof(T)) <= 16) {
+    const auto folded = Folded(d, sum);
+    hn::StoreU(folded, hn::DFromV<decltype(folded)>(), lanes);
+    count = std::min(count, static_cast<std::int64_t>(16 / sizeof(T)));
+  } else {
+    hn::Store(sum, d, lanes);
+  }
+  for (std::int64_t k = rest.at; k < rest.end; ++k) {
+    lanes[k - rest.at] += rest.w[k] * rest.x[k];
+  }
+  if constexpr (kLanes > 1) {
+    for (std::int64_t half = count / 2; half >= run; half /= 2) {
+      for (std::int64_t m = 0; m < half; ++m) {
+        lanes[m] += lanes[m + half];
+      }
+    }
+  }
+  std::copy_n(lanes, run, to);
+}
+
 /// Some rows of weights against some batch rows. Weights lie as (k, l), and so does x: where δ are fewer than lanes,
 /// each lane adds up every so many k of one δ, and lanes of the same δ are added in the end.
 template <typename T, int kRows, int kBatch>
@@ -117,30 +154,7 @@ void Dot(const Dots& p, std::int64_t row, std::int64_t first) {
     for (int i = 0; i < kRows; ++i) {
       for (int n = 0; n < kBatch; ++n) {
         T* const to = static_cast<T*>(p.sums) + (first + n) * p.sum_stride + (row + i) * p.d + l;
-        if (run == kLanes) {
-          hn::StoreU(sum[i][n], d, to);
-          continue;
-        }
-        HWY_ALIGN T lanes[kLanes];
-        std::int64_t count = kLanes;
-        if (at == end && run * static_cast<std::int64_t>(sizeof(T)) <= 16) {
-          const auto folded = Folded(d, sum[i][n]);
-          hn::StoreU(folded, hn::DFromV<decltype(folded)>(), lanes);
-          count = std::min(count, static_cast<std::int64_t>(16 / sizeof(T)));
-        } else {
-          hn::Store(sum[i][n], d, lanes);
-        }
-        for (std::int64_t k = at; k < end; ++k) {
-          lanes[k - at] += w[i * p.w_stride + k] * x[n * p.x_stride + k];
-        }
-        if constexpr (kLanes > 1) {
-          for (std::int64_t half = count / 2; half >= run; half /= 2) {
-            for (std::int64_t m = 0; m < half; ++m) {
-              lanes[m] += lanes[m + half];
-            }
-          }
-        }
-        std::copy_n(lanes, run, to);
+        StoreRun(d, sum[i][n], {w + i * p.w_stride, x + n * p.x_stride, at, end}, run, to);
       }
     }
   }

@@ -30,19 +30,18 @@ KernelSpec fused_instance(const Monarch& m, DType dtype) {
               std::to_string(m.exchange) + ">",
           m.shared()};
 }
-KernelSpec pack_instance(const Monarch& m) {
-  return {"ops/kronecker/cuda/chain_pack.cuh", "fretwork::kronecker::chain::pack<" + numbers(m) + ">"};
+/// Whether warpgroups can multiply it.
+bool wide(const Monarch& m) { return m.q == 64 && m.r == 64 && m.s == 64 && m.p == 64; }
+KernelSpec pack_instance(const std::string& order) {
+  return {"ops/kronecker/cuda/pack.cuh", "fretwork::kronecker::chain::pack<fretwork::kronecker::chain::" + order + ">"};
 }
+KernelSpec fused_pack_instance(const Monarch& m) { return pack_instance("FusedOrder<" + numbers(m) + ">"); }
+KernelSpec wide_pack_instance() { return pack_instance("WideOrder"); }
 
 KernelSpec wide_instance(DType dtype) {
   return {"ops/kronecker/cuda/chain_wide.cuh",
           std::string("fretwork::kronecker::chain::fused_wide<") + device_type(dtype) + ">", Wide::kShared};
 }
-KernelSpec wide_pack_instance() {
-  return {"ops/kronecker/cuda/chain_wide.cuh", "fretwork::kronecker::chain::pack_wide"};
-}
-/// Whether warpgroups can multiply it.
-bool wide(const Monarch& m) { return m.q == 64 && m.r == 64 && m.s == 64 && m.p == 64; }
 
 /// With CTAs that swap results, where there is room for it: pairs of CTAs, and the fewest warps, each with more of the
 /// weights, were the fastest on an H200.
@@ -64,7 +63,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
                                       {Sizes{32, 64, 64, 1}, Sizes{1, 32, 32, 64}},
                                       {Sizes{64, 64, 64, 1}, Sizes{1, 64, 64, 64}}}) {
     const Monarch m = arranged(*fuse(first, second), {});
-    list.push_back(wide(m) ? wide_pack_instance() : pack_instance(m));
+    list.push_back(wide(m) ? wide_pack_instance() : fused_pack_instance(m));
     for (const DType dtype : {DType::f16, DType::bf16}) {
       list.push_back(wide(m) ? wide_instance(dtype) : fused_instance(m, dtype));
     }
@@ -141,7 +140,7 @@ void cuda::run(const Problem& first, const Problem& second, Context& context, co
   const int device = context.device.index;
   const Workspace packed(context, static_cast<std::size_t>(m.words()) * sizeof(std::uint32_t));
   const PackParams pack = pack_params(first, second, packed.data());
-  get_kernel(pack_instance(m), device)
+  get_kernel(fused_pack_instance(m), device)
       .launch(ceil_div(std::int64_t{m.words()}, kPackThreads), kPackThreads, 0, &pack, context.stream);
 
   FusedParams params{};

@@ -9,7 +9,7 @@
 #include "device/mma.cuh"
 #include "device/pipeline.cuh"
 #include "device/tma.cuh"
-#include "ops/kronecker/cuda/params_chain.cuh"
+#include "ops/kronecker/cuda/params.h"
 
 namespace fretwork::kronecker::chain {
 

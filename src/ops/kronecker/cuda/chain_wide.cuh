@@ -9,7 +9,7 @@
 #include "device/pipeline.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
-#include "ops/kronecker/cuda/params_chain.cuh"
+#include "ops/kronecker/cuda/params.h"
 
 namespace fretwork::kronecker::chain {
 
@@ -345,21 +345,6 @@ __global__ void __launch_bounds__(Wide::kThreads, 1) fused_wide(const __grid_con
   }
   __syncwarp();
   cluster_sync();  // others may still write into this CTA, or tell it of free slots
-}
-
-/// One word each thread: [rank][factor][warp][product][step][lane][4].
-__global__ void __launch_bounds__(kPackThreads) pack_wide(const __grid_constant__ PackParams p) {
-  let_next_kernel_start();
-  const u32 at = blockIdx.x * kPackThreads + threadIdx.x;
-  const u32 part = at % 4, lane = at / 4 % 32, step = at / 128 % 4, e = at / 512 % 8, warp = at / 4096 % 4;
-  const u32 factor = at / 16384 % 2, rank = at / 32768;
-  const u32 product = 8 * rank + e, line = 16 * warp + lane / 4 + part % 2 * 8;
-  const u32 k = 16 * step + lane % 4 * 2 + part / 2 * 8;
-  const i64 next = factor == 0 ? p.first_c : p.second_c;
-  const u16* from = factor == 0
-                        ? static_cast<const u16*>(p.first) + product * p.first_a + line * p.first_b + k * next
-                        : static_cast<const u16*>(p.second) + product * p.second_d + line * p.second_b + k * next;
-  static_cast<u32*>(p.to)[at] = from[0] | static_cast<u32>(from[next]) << 16;
 }
 
 }  // namespace fretwork::kronecker::chain

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "ops/kronecker/cuda/launch.h"
-#include "ops/kronecker/cuda/params_direct.cuh"
+#include "ops/kronecker/cuda/params.h"
 #include "runtime/alignment.h"
 #include "runtime/cost.h"
 #include "runtime/cuda_driver.h"
@@ -23,31 +23,33 @@ namespace driver = fretwork::cuda;
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
 
 /// A warp's share: steps whose loads go together, and tiles of 16 outputs and of eight batch rows.
-struct Shape {
+struct Share {
   int steps, m, n;
 };
-/// A kernel: neighbouring l of a lane (d itself, or 8 that divides it), and its shares of a few rows and of more.
-struct Kind {
+/// Template arguments of a kernel: neighbouring l of a lane (d itself, or 8 that divides it), and its shares of a few
+/// rows and of more.
+struct KernelConfig {
   int v;
-  Shape few, more;
+  Share few, more;
 };
-constexpr Kind kKinds[] = {{1, {1, 1, 2}, {1, 1, 2}}, {2, {2, 1, 2}, {2, 1, 2}}, {2, {4, 1, 2}, {4, 1, 2}},
-                           {4, {2, 1, 2}, {2, 1, 2}}, {4, {4, 1, 2}, {1, 2, 4}}, {4, {2, 1, 2}, {1, 2, 4}},
-                           {8, {1, 1, 2}, {1, 1, 2}}};
+constexpr KernelConfig kConfigs[] = {{1, {1, 1, 2}, {1, 1, 2}}, {2, {2, 1, 2}, {2, 1, 2}}, {2, {4, 1, 2}, {4, 1, 2}},
+                                     {4, {2, 1, 2}, {2, 1, 2}}, {4, {4, 1, 2}, {1, 2, 4}}, {4, {2, 1, 2}, {1, 2, 4}},
+                                     {8, {1, 1, 2}, {1, 1, 2}}};
 constexpr DType kTypes[] = {DType::f16, DType::bf16};
 
-std::string shares(const Kind& kind) {
+std::string shares(const KernelConfig& config) {
   std::string text;
-  for (const int number : {kind.few.steps, kind.few.m, kind.few.n, kind.more.steps, kind.more.m, kind.more.n}) {
+  for (const int number :
+       {config.few.steps, config.few.m, config.few.n, config.more.steps, config.more.m, config.more.n}) {
     text += ", " + std::to_string(number);
   }
   return text;
 }
 /// `first` is for layers whose batch is first.
-KernelSpec instance(DType dtype, const Kind& kind, bool first) {
+KernelSpec instance(DType dtype, const KernelConfig& config, bool first) {
   return {"ops/kronecker/cuda/direct.cuh",
-          std::string("fretwork::kronecker::direct::product<") + device_type(dtype) + ", " + std::to_string(kind.v) +
-              shares(kind) + (first ? ", true>" : ", false>"),
+          std::string("fretwork::kronecker::direct::product<") + device_type(dtype) + ", " + std::to_string(config.v) +
+              shares(config) + (first ? ", true>" : ", false>"),
           KernelSpec::kBySize};
 }
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
@@ -56,28 +58,30 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
     if (!has_mma(dtype, driver::arch_number(arch))) {
       continue;
     }
-    for (const Kind& kind : kKinds) {
-      list.push_back(instance(dtype, kind, false));
-      list.push_back(instance(dtype, kind, true));
+    for (const KernelConfig& config : kConfigs) {
+      list.push_back(instance(dtype, config, false));
+      list.push_back(instance(dtype, config, true));
     }
   }
   return list;
 }
 const KernelList kKernels{"kronecker", list_kernels, kLeastArch};
-constinit KernelTable<2 * std::size(kTypes) * std::size(kKinds)> kernels;
+constinit KernelTable<2 * std::size(kTypes) * std::size(kConfigs)> kernels;
 
-/// Its place among kKinds; their number where there is none. Deep blocks with more than a few rows would be read too
+/// The index in kConfigs; their number where none fits. Deep blocks with more than a few rows would be read too
 /// often by small shares.
-std::size_t kind_of(const Sizes& s) {
+std::size_t index_of(const Sizes& s) {
   return s.d == 1       ? 0
          : s.d == 2     ? (s.c < 128 ? 1 : 2)
          : s.d == 4     ? (s.c < 512    ? 3
                            : s.c == 512 ? 4
                                         : 5)
          : s.d % 8 == 0 ? 6
-                        : std::size(kKinds);
+                        : std::size(kConfigs);
 }
-const Shape& shape_of(const Kind& kind, std::int64_t batch) { return batch <= kFewRows ? kind.few : kind.more; }
+const Share& share_of(const KernelConfig& config, std::int64_t batch) {
+  return batch <= kFewRows ? config.few : config.more;
+}
 
 /// Warps of a CTA: at most, and those of them that have l, or outputs, of their own.
 struct Warps {
@@ -85,9 +89,9 @@ struct Warps {
 };
 /// Two tiles of eight l together make whole sectors of memory, which pays where CTAs are more than the machine has room
 /// for at once; where they still are, smaller ones. There two large shares read x together too.
-Warps warps_of(const Kind& kind, const Shape& shape, std::int64_t d, std::int64_t ctas, int multiprocessors) {
-  if (kind.v < 8) {
-    return {kind.v == 1 ? 16 : kind.v == 2 ? 12 : 8, shape.m > 1 && ctas > multiprocessors ? 2 : 1};
+Warps warps_of(const KernelConfig& config, const Share& share, std::int64_t d, std::int64_t ctas, int multiprocessors) {
+  if (config.v < 8) {
+    return {config.v == 1 ? 16 : config.v == 2 ? 12 : 8, share.m > 1 && ctas > multiprocessors ? 2 : 1};
   }
   if (d % 16 != 0 || ctas <= multiprocessors) {
     return {8, 1};
@@ -96,8 +100,8 @@ Warps warps_of(const Kind& kind, const Shape& shape, std::int64_t d, std::int64_
 }
 
 /// Weights as they are made, [j][k][l], whose lanes' shares are whole and begin at multiples of 16 bytes.
-bool suits(const Weights& w, const Sizes& s, const Kind& kind) {
-  return (s.d == 1 || w.d == 1) && w.c == s.d && s.c % (depth_of(kind.v) / 4) == 0 && (s.b == 1 || w.b % 8 == 0) &&
+bool suits(const Weights& w, const Sizes& s, const KernelConfig& config) {
+  return (s.d == 1 || w.d == 1) && w.c == s.d && s.c % (depth_of(config.v) / 4) == 0 && (s.b == 1 || w.b % 8 == 0) &&
          (s.a == 1 || w.a % 8 == 0) && is_aligned(w.data, 16);
 }
 
@@ -198,28 +202,28 @@ void run_pieces(const Kernel& kernel, const Problem& p, Context& context) {
   kernel.launch(p.sizes.a * tiles, kPieceThreads, piece_bytes(params.c, params.batch), &params, context.stream);
 }
 
-/// How the problem is spread over warps and CTAs.
+/// How the problem is divided among warps and CTAs.
 struct Cut {
-  const Kind& kind;
-  const Shape& shape;
+  const KernelConfig& config;
+  const Share& share;
   std::int64_t groups, j_tiles, l_tiles, turns;
   int own, along_k;
 
-  Cut(const Problem& p, int multiprocessors) : kind(kKinds[kind_of(p.sizes)]), shape(shape_of(kind, p.batch)) {
+  Cut(const Problem& p, int multiprocessors) : config(kConfigs[index_of(p.sizes)]), share(share_of(config, p.batch)) {
     const auto& [a, b, c, d] = p.sizes;
-    groups = ceil_div(p.batch, std::int64_t{8} * shape.n);
-    const std::int64_t shares = ceil_div(b, std::int64_t{16} * shape.m);
-    const Warps most = warps_of(kind, shape, d, a * groups * shares * (d / kind.v), multiprocessors);
-    j_tiles = kind.v == 8 ? shares : ceil_div(shares, std::int64_t{most.own});
-    l_tiles = kind.v == 8 ? d / kind.v / most.own : 1;
-    const std::int64_t chunks = ceil_div(c, std::int64_t{depth_of(kind.v)} * shape.steps);
+    groups = ceil_div(p.batch, std::int64_t{8} * share.n);
+    const std::int64_t shares = ceil_div(b, std::int64_t{16} * share.m);
+    const Warps most = warps_of(config, share, d, a * groups * shares * (d / config.v), multiprocessors);
+    j_tiles = config.v == 8 ? shares : ceil_div(shares, std::int64_t{most.own});
+    l_tiles = config.v == 8 ? d / config.v / most.own : 1;
+    const std::int64_t chunks = ceil_div(c, std::int64_t{depth_of(config.v)} * share.steps);
     turns = ceil_div(chunks, std::int64_t{most.most / most.own});
     own = most.own;
     along_k = static_cast<int>(ceil_div(chunks, turns));
   }
   std::int64_t ctas(const Sizes& s) const { return s.a * groups * j_tiles * l_tiles; }
   int warps() const { return along_k * own; }
-  int bytes() const { return warps() * sums_bytes(kind.v, shape.m, shape.n); }
+  int bytes() const { return warps() * sums_bytes(config.v, share.m, share.n); }
 };
 
 /// A kernel of layers whose batch is first.
@@ -227,7 +231,7 @@ bool is_first(const Params& params, const Problem& p) { return params.first && !
 
 /// The tile, where d = 2, the batch is first and there are more than a few rows; else one of no rows.
 Tile tile_of(const Problem& p, const Params& params, const Cut& cut, const Context& context) {
-  const bool tiles = is_first(params, p) && p.batch > kFewRows && cut.kind.v == 2 && cut.shape.steps == kTileSteps;
+  const bool tiles = is_first(params, p) && p.batch > kFewRows && cut.config.v == 2 && cut.share.steps == kTileSteps;
   return tiles ? tile_of(p, cut.ctas(p.sizes), driver::device_info(context.device.index),
                          driver::shared_limit(context.device.index))
                : Tile{};
@@ -247,13 +251,13 @@ double plain_cost(const Problem& p, int multiprocessors) {
   constexpr double kShortLines = 3.0, kShortLinesEight = 1.3, kFarApart = 2.6;  // times the bytes
   const auto& [a, b, c, d] = p.sizes;
   const Cut cut(p, multiprocessors);
-  const auto& [v, few, more] = cut.kind;
+  const auto& [v, few, more] = cut.config;
   const bool eight = v == 8;
   const double trip = eight ? 0.95 : v == 4 ? 0.78 : 0.12;  // µs
   const double again = p.x.feature == 1 || p.batch == 1 ? 1.0 : eight ? kShortLinesEight : kShortLines;
-  const double shares = double(ceil_div(b, std::int64_t{16} * cut.shape.m));
+  const double shares = double(ceil_div(b, std::int64_t{16} * cut.share.m));
   const double read = 2.0 * double(a * c * d) * (double(b * cut.groups) + double(p.batch) * shares * again);
-  const int registers = std::max(64, registers_of(v, cut.shape.steps, cut.shape.m, cut.shape.n));
+  const int registers = std::max(64, registers_of(v, cut.share.steps, cut.share.m, cut.share.n));
   const double at_once = multiprocessors * std::max(1.0, std::floor(65536.0 / (registers * 32 * cut.warps())));
   const double scale = multiprocessors / cost::kMultiprocessors;
   const double waves = std::ceil(double(cut.ctas(p.sizes)) / at_once);
@@ -281,9 +285,9 @@ bool in_pieces(const Problem& p, int multiprocessors) {
 }  // namespace
 
 bool fits(const Problem& p, const Config& /*config*/, const Machine& machine) {
-  const std::size_t kind = kind_of(p.sizes);
-  if (std::ranges::find(kTypes, p.dtype) == std::end(kTypes) || kind == std::size(kKinds) || p.batch > kMostRows ||
-      !small(p) || !suits(p.w, p.sizes, kKinds[kind]) || !has_mma(p.dtype, machine.number)) {
+  const std::size_t index = index_of(p.sizes);
+  if (std::ranges::find(kTypes, p.dtype) == std::end(kTypes) || index == std::size(kConfigs) || p.batch > kMostRows ||
+      !small(p) || !suits(p.w, p.sizes, kConfigs[index]) || !has_mma(p.dtype, machine.number)) {
     return false;
   }
   const int multiprocessors = machine.multiprocessors;
@@ -300,7 +304,7 @@ double cost(const Problem& p, const Config& /*config*/, const Machine& machine) 
 }
 
 void launch(const Problem& p, const Config& /*config*/, Context& context) {
-  const std::size_t which = kind_of(p.sizes);
+  const std::size_t index = index_of(p.sizes);
   const auto type = static_cast<std::size_t>(std::ranges::find(kTypes, p.dtype) - std::begin(kTypes));
   const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
   const Cut cut(p, multiprocessors);
@@ -313,8 +317,8 @@ void launch(const Problem& p, const Config& /*config*/, Context& context) {
   params.more = p.batch > kFewRows;
   params.apart = true;
   const bool first = is_first(params, p);
-  const Kernel& kernel = kernels.get(2 * (type * std::size(kKinds) + which) + (first ? 1 : 0), context.device.index,
-                                     [&] { return instance(p.dtype, cut.kind, first); });
+  const Kernel& kernel = kernels.get(2 * (type * std::size(kConfigs) + index) + (first ? 1 : 0), context.device.index,
+                                     [&] { return instance(p.dtype, cut.config, first); });
   if (in_pieces(p, multiprocessors)) {
     run_pieces(kernel, p, context);
   } else if (const Tile tile = tile_of(p, params, cut, context); tile.rows > 0) {

@@ -8,7 +8,7 @@
 #include "device/barrier.cuh"
 #include "device/copy_async.cuh"
 #include "device/mma.cuh"
-#include "ops/kronecker/cuda/params_direct.cuh"
+#include "ops/kronecker/cuda/params.h"
 
 namespace fretwork::kronecker::direct {
 

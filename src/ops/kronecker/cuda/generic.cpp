@@ -7,7 +7,6 @@
 #include <string>
 
 #include "ops/kronecker/cuda/launch.h"
-#include "ops/kronecker/cuda/pack.h"
 #include "ops/kronecker/cuda/params.h"
 #include "runtime/cost.h"
 #include "runtime/cuda_driver.h"
@@ -18,8 +17,7 @@ namespace {
 
 namespace driver = fretwork::cuda;
 
-constexpr const char* kSimple = "ops/kronecker/cuda/simple.cuh";
-constexpr const char* kPortable = "ops/kronecker/cuda/portable.cuh";
+constexpr const char* kSource = "ops/kronecker/cuda/generic.cuh";
 constexpr std::int64_t kRows = 128, kStageDepth = 128;       // as the portable kernel has them
 constexpr std::int64_t kTile = 32, kDepth = 16, kLine = 36;  // as the simple kernel has them
 
@@ -40,7 +38,7 @@ std::int64_t portable_bytes(int cols, std::int64_t stages) {
   return std::max(stages * kStageDepth * (kRows + cols), 4 * (kRows + 4) * (cols + 1));
 }
 KernelSpec simple_spec(DType dtype, bool sums, int deltas, int warps) {
-  return {kSimple,
+  return {kSource,
           std::string("fretwork::kronecker::product_simple<") + device_type(dtype) + ", " +
               (sums ? sum_type(dtype) : device_type(dtype)) + ", " + std::to_string(deltas) + ", " +
               std::to_string(warps) + ">",
@@ -49,14 +47,14 @@ KernelSpec simple_spec(DType dtype, bool sums, int deltas, int warps) {
 /// `products` is 3 for tf32x3; `left`, `right`: depth is the operand's inner direction.
 KernelSpec portable_spec(DType dtype, bool sums, int products, int cols, int stages, bool left, bool right) {
   const auto flag = [](bool f) { return f ? ", true" : ", false"; };
-  return {kPortable,
+  return {kSource,
           std::string("fretwork::kronecker::product_portable<") + device_type(dtype) + ", " +
               (sums ? sum_type(dtype) : device_type(dtype)) + ", " + std::to_string(products) + ", " +
               std::to_string(cols) + ", " + std::to_string(stages) + flag(left) + flag(right) + ">",
           static_cast<int>(portable_bytes(cols, stages))};
 }
 KernelSpec spec(const char* name, DType dtype) {
-  return {kSimple, std::string("fretwork::kronecker::") + name + "<" + device_type(dtype) + ">"};
+  return {kSource, std::string("fretwork::kronecker::") + name + "<" + device_type(dtype) + ">"};
 }
 
 /// An operand of a·d products. `fast` is the axis with the least distance between neighbours.
@@ -68,8 +66,8 @@ ProductOperand operand(void* data, std::int64_t i, std::int64_t l, std::int64_t 
   return {data, i, l, line, entry, l_first ? 0 : near(line) <= near(entry) ? 1 : 2, 0};
 }
 
-/// x or y as an operand whose lines are batch rows and whose entries are the features of one δ. Steps that nobody takes
-/// are zero, so that they spoil no alignment.
+/// x or y as an operand whose lines are batch rows and whose entries are the features of one δ. Strides
+/// of size-1 dimensions are set to 0, which fits every alignment.
 ProductOperand matrix_operand(const Matrix& m, const Sizes& s, std::int64_t width, bool batch_is_entry) {
   const std::int64_t across = s.d * m.feature;
   return operand(m.data, s.a > 1 ? width * across : 0, s.d > 1 ? m.feature : 0, batch_is_entry ? across : m.batch,

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "ops/kronecker/cuda/pack.h"
+#include "ops/kronecker/cuda/launch.h"
 
 namespace fretwork::kronecker::hopper {
 namespace {
@@ -74,15 +74,15 @@ const Kernel& dense_kernel(DType dtype, int width, bool weights_k, int device) {
                      [&] { return dense_instance(dtype, width, weights_k); });
 }
 const Kernel& interleaved_kernel(int deltas, int width, int device) {
-  const std::size_t which = deltas == 4 ? 2 : width == 128 ? 1 : 0;
-  return kernels.get(72 + which, device, [&] { return interleaved_instance(deltas, width); });
+  const std::size_t index = deltas == 4 ? 2 : width == 128 ? 1 : 0;
+  return kernels.get(72 + index, device, [&] { return interleaved_instance(deltas, width); });
 }
 
 // ---------------------------------------------------------------------------------------------- operands
 
 /// x, batch last with lines that begin anywhere, if it has a view in which features k·d to k·d + d - 1 of a block are
 /// one line, which begins where the copy engine can go, and y could have one: lines of one δ then begin at the same
-/// place of a unit of 16 bytes in both. Tiles begin with the unit, and have rows beside the batch's that nobody stores.
+/// place of a unit of 16 bytes in both. Tiles begin with the unit, and their rows outside the batch are not stored.
 std::optional<TiledView> neighbour_view(const Problem& p) {
   const Sizes& s = p.sizes;
   const int bytes = bytes_of(p.dtype);

@@ -6,7 +6,7 @@
 #include "device/tf32.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
-#include "ops/kronecker/cuda/params_hopper.cuh"
+#include "ops/kronecker/cuda/params.h"
 
 namespace fretwork::kronecker::hopper {
 

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "ops/kronecker/cuda/launch.h"
-#include "ops/kronecker/cuda/params_hopper.cuh"
+#include "ops/kronecker/cuda/params.h"
 #include "runtime/cost.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "ops/kronecker/cuda/hopper.h"
-#include "ops/kronecker/cuda/pack.h"
+#include "ops/kronecker/cuda/launch.h"
 
 namespace fretwork::kronecker::hopper {
 namespace {
@@ -16,7 +16,7 @@ KernelSpec gradient_instance(DType dtype, int width, bool last) {
   return instance("hopper_gradient", "gradient", sized(dtype, width, last), shared_bytes(width));
 }
 KernelSpec interleaved_gradient_instance(int deltas) {
-  return instance("hopper_interleaved_gradient", "gradient_interleaved", std::to_string(deltas),
+  return instance("hopper_interleaved", "gradient_interleaved", std::to_string(deltas),
                   interleaved_shared_bytes(deltas));
 }
 KernelSpec unpack_instance(DType dtype) { return instance("pack", "unpack", device_type(dtype), 0); }

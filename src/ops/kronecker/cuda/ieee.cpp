@@ -6,9 +6,7 @@
 #include <string>
 
 #include "ops/kronecker/cuda/launch.h"
-#include "ops/kronecker/cuda/pack.h"
 #include "ops/kronecker/cuda/params.h"
-#include "ops/kronecker/cuda/params_ieee.cuh"
 #include "runtime/alignment.h"
 #include "runtime/cost.h"
 #include "runtime/cuda_driver.h"
@@ -19,8 +17,7 @@ namespace {
 
 namespace driver = fretwork::cuda;
 
-constexpr const char* kLines = "ops/kronecker/cuda/ieee.cuh";
-constexpr const char* kDeltas = "ops/kronecker/cuda/ieee_strided.cuh";
+constexpr const char* kSource = "ops/kronecker/cuda/ieee.cuh";
 
 constexpr LineTile kProductLines[] = {{4, 2, 2}, {3, 2, 2}, {4, 4, 1}, {3, 4, 1}};
 constexpr LineTile kWeightLines[] = {{4, 2, 2}, {3, 2, 2}, {4, 1, 1}, {3, 1, 1}};
@@ -35,18 +32,18 @@ int delta_bytes(const DeltaTile& t, bool depth_inner) {
   return 4 * kDeltaStages * (delta_words(t.rows(), t.v, depth_inner) + delta_words(t.cols(), t.v, depth_inner));
 }
 KernelSpec line_kernel(const LineTile& t, bool left_depth, bool right_depth) {
-  return {kLines,
+  return {kSource,
           "fretwork::kronecker::ieee::product_ieee<" + std::to_string(t.quads) + ", " + std::to_string(t.warp_rows) +
               ", " + std::to_string(t.warp_cols) + flag(left_depth) + flag(right_depth) + ">",
           line_bytes(t, left_depth, right_depth)};
 }
 KernelSpec delta_kernel(const DeltaTile& t, bool depth_inner) {
-  return {kDeltas,
+  return {kSource,
           "fretwork::kronecker::ieee::deltas_ieee<" + std::to_string(t.v) + ", " + std::to_string(t.e) + ", " +
               std::to_string(t.c) + ", " + std::to_string(t.warps) + flag(depth_inner) + ">",
           delta_bytes(t, depth_inner)};
 }
-KernelSpec order_kernel() { return {kLines, "fretwork::kronecker::ieee::order_weights"}; }
+KernelSpec order_kernel() { return {kSource, "fretwork::kronecker::ieee::order_weights<float>"}; }
 
 constexpr int kNeighbours = 2;  // δ of a thread
 
@@ -85,7 +82,7 @@ bool wide(const ProductOperand& o) {
   return (across | o.i | o.l) % 4 == 0 && is_aligned(o.data, 16);
 }
 
-/// Lines are batch rows, or features where the batch is the depth. Steps that nobody takes are zero.
+/// Lines are batch rows, or features where the batch is the depth. Strides of size-1 dimensions are set to 0.
 ProductOperand operand(const Matrix& m, const Sizes& s, std::int64_t width, bool batch_is_entry) {
   const std::int64_t across = s.d * m.feature;
   return {m.data,
@@ -147,7 +144,7 @@ void launch(ProductParams& p, const DeltaTile& t, bool depth_inner, Context& con
 /// Sizes and strides of the weights' axes in the order that they are wanted in.
 void order(const Weights& w, void* to, const std::int64_t (&sizes)[4], const std::int64_t (&strides)[4],
            std::int64_t line, Context& context) {
-  OrderParams p{static_cast<const float*>(w.data), static_cast<float*>(to), {}, {}, static_cast<unsigned>(line), 0};
+  OrderParams p{w.data, to, {}, {}, static_cast<unsigned>(line), 0};
   std::copy(std::begin(strides), std::end(strides), p.strides);
   std::transform(std::begin(sizes), std::end(sizes), p.sizes, [](auto n) { return static_cast<unsigned>(n); });
   p.count = static_cast<unsigned>(sizes[0] * sizes[1] * sizes[2] * line);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "ops/kronecker/config.h"
+#include "ops/kronecker/cuda/params.h"
 #include "runtime/choose.h"
 
 namespace fretwork::kronecker {
@@ -89,5 +90,33 @@ void sum_pieces(const void* from, std::int64_t pieces, DType dtype, void* to, co
                 const std::int64_t (&strides)[4], Context& context);
 /// The gradient of the bias, if it is wanted, in a pass of its own.
 void sum_batch(const WeightProblem& problem, Context& context);
+
+// ----------------------------------------------------------------------------------------------------
+// Copies into the orders that kernels read (pack.cpp).
+
+/// How the a·d matrices of packed weights lie: entries of a line are k, else j, and lines are `pitch` elements apart.
+struct Lines {
+  bool along_k = true;
+  std::int64_t pitch = 0;  ///< a multiple of 16 bytes
+  bool tf32 = false;       ///< fp32 is rounded to it
+};
+
+/// to[i·d + l][line][entry]; what lies between lines is not written. `to` is aligned to 16 bytes. The next kernel may
+/// be launched behind this.
+void pack(const Weights& w, const Sizes& s, DType dtype, const Lines& lines, void* to, const Context& context);
+
+/// The d products of a block as one dense matrix, with zeros between: to[i][line·d + l][entry·d + l].
+void pack_dense(const Weights& w, const Sizes& s, DType dtype, const Lines& lines, void* to, const Context& context);
+
+/// Launches `regroup` (pack.cuh) for elements of `bytes`.
+void regroup(const hopper::RegroupParams& params, int bytes, bool back, const Context& context);
+
+/// Batch first with d > 1: whether rows of `width` features of each (i, l) can be brought into a form with the features
+/// of one δ together, where the products of d = 1 take them, and back. Three passes over memory instead of one, which
+/// pays for large blocks.
+bool regroups(const Matrix& m, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes);
+/// Does it; rows of `grouped` follow each other.
+void regroup(const Matrix& m, void* grouped, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes,
+             bool back, const Context& context);
 
 }  // namespace fretwork::kronecker

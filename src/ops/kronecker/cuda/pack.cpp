@@ -1,7 +1,6 @@
-// Packs weights on a GPU: in registers, 16 bytes at a time, for the usual strides; through shared memory, one element
-// at a time, for all others.
-#include "ops/kronecker/cuda/pack.h"
-
+// Copies on a GPU: weights into the orders that kernels read (in registers, 16 bytes at a time, for the usual strides;
+// through shared memory, one element at a time, for all others), rows of neighbouring δ into lines of one δ, and
+// weights from and to dense matrices.
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
@@ -9,7 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "ops/kronecker/cuda/launch.h"
 #include "runtime/alignment.h"
+#include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 
 namespace fretwork::kronecker {
@@ -20,25 +21,25 @@ using hopper::RegroupParams;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
 
+constexpr const char* kSource = "ops/kronecker/cuda/pack.cuh";
+
 int narrowed(std::int64_t value) { return static_cast<int>(value); }
 
 KernelSpec pack_instance(DType dtype, bool tf32) {
   const char* const bits = size_of(dtype) == 2 ? "fretwork::u16" : tf32 ? "float" : "fretwork::u32";
-  return {"ops/kronecker/cuda/pack.cuh", std::string("fretwork::kronecker::hopper::pack<") + bits + ">"};
+  return {kSource, std::string("fretwork::kronecker::hopper::pack<") + bits + ">"};
 }
 KernelSpec pack_dense_instance(DType dtype) {
-  return {"ops/kronecker/cuda/pack.cuh", std::string("fretwork::kronecker::hopper::pack_dense<") +
-                                             (size_of(dtype) == 2 ? "fretwork::u16>" : "float>")};
+  return {kSource, std::string("fretwork::kronecker::hopper::pack_dense<") +
+                       (size_of(dtype) == 2 ? "fretwork::u16>" : "float>")};
 }
 KernelSpec regroup_instance(int bytes, int deltas, bool back) {
-  return {"ops/kronecker/cuda/regroup.cuh", std::string("fretwork::kronecker::hopper::regroup<fretwork::u") +
-                                                std::to_string(8 * bytes) + ", " + std::to_string(deltas) +
-                                                (back ? ", true>" : ", false>")};
+  return {kSource, std::string("fretwork::kronecker::hopper::regroup<fretwork::u") + std::to_string(8 * bytes) + ", " +
+                       std::to_string(deltas) + (back ? ", true>" : ", false>")};
 }
 /// fp32 with d = 4.
 KernelSpec regroup_four_instance(bool back) {
-  return {"ops/kronecker/cuda/regroup.cuh",
-          std::string("fretwork::kronecker::hopper::regroup_four") + (back ? "<true>" : "<false>")};
+  return {kSource, std::string("fretwork::kronecker::hopper::regroup_four") + (back ? "<true>" : "<false>")};
 }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
@@ -100,6 +101,46 @@ bool pack_in_registers(const Weights& w, const Sizes& s, const Shape& shape, DTy
   regroup(params, static_cast<int>(bytes), false, context);
   return true;
 }
+
+KernelSpec convert_instance(bool to_dense, int bytes, bool small) {
+  const char* const bits = bytes == 2 ? "fretwork::u16" : bytes == 4 ? "fretwork::u32" : "fretwork::u64";
+  return {kSource, std::string("fretwork::kronecker_convert<") + bits +
+                       (small ? ", fretwork::u32" : ", fretwork::i64") + (to_dense ? ", true>" : ", false>")};
+}
+
+KroneckerConvertParams convert_params(const ConvertProblem& p) {
+  const auto& s = p.sizes;
+  KroneckerConvertParams q{};
+  q.w = p.w.data;
+  q.w_a = p.w.a;
+  q.w_b = p.w.b;
+  q.w_c = p.w.c;
+  q.w_d = p.w.d;
+  q.dense = p.dense.data;
+  q.dense_row = p.dense.row;
+  q.dense_col = p.dense.col;
+  q.outside = reinterpret_cast<unsigned long long*>(p.outside);
+  q.b = s.b;
+  q.c = s.c;
+  q.d = s.d;
+  q.cols = s.a * s.c * s.d;
+  q.total = s.a * s.b * s.d * q.cols;
+  return q;
+}
+
+std::vector<KernelSpec> list_convert_kernels(const std::string& /*arch*/) {
+  std::vector<KernelSpec> specs;
+  for (const bool to_dense : {false, true}) {
+    for (const int bytes : {2, 4, 8}) {
+      for (const bool small : {false, true}) {
+        specs.push_back(convert_instance(to_dense, bytes, small));
+      }
+    }
+  }
+  return specs;
+}
+
+const KernelList kConvertKernels{"kronecker", list_convert_kernels, kLeastArch};
 
 }  // namespace
 
@@ -199,6 +240,19 @@ void regroup(const Matrix& m, void* grouped, std::int64_t width, std::int64_t ba
   params.eights = Divisor(width / 8);
   params.a = Divisor(s.a);
   regroup(params, bytes, back, context);
+}
+
+void cuda::convert(const ConvertProblem& problem, Context& context) {
+  constexpr std::int64_t kPerBlock = kConvertThreads * kConvertElements;
+  const fretwork::cuda::DeviceScope scope(context.device.index);
+  const KroneckerConvertParams p = convert_params(problem);
+  const bool small = p.total <= std::numeric_limits<std::uint32_t>::max();
+  if (!problem.to_dense) {
+    fretwork::cuda::fill_ones(problem.outside, sizeof(*problem.outside), context.stream);  // none is outside
+  }
+  const Kernel& kernel =
+      get_kernel(convert_instance(problem.to_dense, problem.element_bytes, small), context.device.index);
+  kernel.launch((p.total + kPerBlock - 1) / kPerBlock, kConvertThreads, 0, &p, context.stream);
 }
 
 }  // namespace fretwork::kronecker

@@ -10,7 +10,7 @@
 #include "device/mma.cuh"
 #include "device/pipeline.cuh"
 #include "device/tma.cuh"
-#include "ops/kronecker/cuda/strided_tile.cuh"
+#include "ops/kronecker/cuda/strided.cuh"
 
 namespace fretwork {
 namespace kronecker::strided {

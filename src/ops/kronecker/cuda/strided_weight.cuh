@@ -7,7 +7,7 @@
 #pragma once
 
 #include "device/barrier.cuh"
-#include "ops/kronecker/cuda/strided_tile.cuh"
+#include "ops/kronecker/cuda/strided.cuh"
 
 namespace fretwork {
 namespace kronecker::strided {

@@ -1,0 +1,369 @@
+// Batch first with d > 1 on the tensor cores, the gradient of the weights: tiles, pieces of the batch, the launches.
+#include <cmath>
+#include <optional>
+#include <utility>
+
+#include "ops/kronecker/cuda/strided.h"
+
+namespace fretwork::kronecker::strided {
+namespace {
+
+constexpr const char* kClusterWeight = "ops/kronecker/cuda/strided_cluster_weight.cuh";
+constexpr const char* kWeight = "ops/kronecker/cuda/strided_weight.cuh";
+constexpr const char* kFlatWeight = "ops/kronecker/cuda/strided_flat_weight.cuh";
+
+/// The tiles there are kernels for.
+std::vector<Tile> weight_tiles(int size) {
+  if (size == 2) {
+    return {{2, 16, 2}, {2, 8, 4}, {2, 4, 4}, {2, 2, 8}};
+  }
+  return {{4, 8, 4}, {4, 4, 4}, {4, 2, 8}};
+}
+
+KernelSpec weight_kernel(DType dtype, int products, const Tile& tile) {
+  return {kWeight, "fretwork::strided_weight" + arguments(dtype, products, tile), KernelSpec::kBySize};
+}
+KernelSpec cluster_weight_kernel(DType dtype, int deltas, bool flat) {
+  return {kClusterWeight,
+          std::string("fretwork::strided_cluster_weight<") + device_type(dtype) + ", " + std::to_string(deltas) +
+              (flat ? ", true>" : ", false>"),
+          KernelSpec::kBySize};
+}
+KernelSpec flat_weight_kernel(DType dtype, const FlatTile& tile) {
+  return {kFlatWeight,
+          std::string("fretwork::strided_flat_weight<") + device_type(dtype) + ", " + std::to_string(tile.v) +
+              (tile.broad ? ", true>" : ", false>"),
+          tile.shared()};
+}
+KernelSpec reduce_kernel(DType dtype, int wide) {
+  return {kWeight, std::string("fretwork::strided_reduce<") + device_type(dtype) + ", " + std::to_string(wide) + ">"};
+}
+
+std::vector<KernelSpec> list_kernels(const std::string& arch) {
+  std::vector<KernelSpec> list;
+  for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
+    const int size = static_cast<int>(size_of(dtype));
+    for (const int products : dtype == DType::f32 ? std::vector{1, 3} : std::vector{1}) {
+      for (const Tile& tile : weight_tiles(size)) {
+        list.push_back(weight_kernel(dtype, products, tile));
+      }
+    }
+    list.push_back(reduce_kernel(dtype, 1));
+    list.push_back(reduce_kernel(dtype, 4));
+    if (arch == "sm_90a" && size == 2) {
+      list.push_back(cluster_weight_kernel(dtype, 16, true));
+      for (const int deltas : {16, 32, 64}) {
+        list.push_back(cluster_weight_kernel(dtype, deltas, false));
+      }
+      for (const FlatTile& tile : {FlatTile{4}, FlatTile{4, true}, FlatTile{2}}) {
+        list.push_back(flat_weight_kernel(dtype, tile));
+      }
+    }
+  }
+  return list;
+}
+const KernelList kKernels{"kronecker", list_kernels};
+
+/// (δ, n, column, i), in boxes of `deltas` × 16 n × `columns`; `flat`: lines of four columns, of which d is 16.
+Map make_batch_map(const Matrix& m, std::int64_t batch, const Sizes& s, std::int64_t count, int columns, int deltas,
+                   bool flat) {
+  const auto u64 = [](std::int64_t n) { return static_cast<std::uint64_t>(n); };
+  const std::int64_t per = flat ? 4 : 1;
+  const std::uint64_t sizes[] = {u64(s.d * per), u64(batch), u64(count / per), u64(s.a)};
+  const std::uint64_t strides[] = {batch == 1 ? 32 : u64(m.batch) * 2, u64(s.d * per) * 2, u64(count * s.d) * 2};
+  const driver::Swizzle swizzle = flat || deltas == 64 ? driver::Swizzle::b128
+                                  : deltas == 32       ? driver::Swizzle::b64
+                                                       : driver::Swizzle::b32;
+  return encoded(m, sizes, strides,
+                 {static_cast<std::uint32_t>(flat ? 64 : deltas), ClusterGradientTile::kDepth,
+                  static_cast<std::uint32_t>(columns / per), 1},
+                 swizzle);
+}
+
+/// Columns that L2 carries per row of the batch and δ, sectors counted whole.
+double weight_columns(const Tile& tile, const Sizes& s) {
+  return double(ceil_div(s.b, tile.rows()) * s.c + ceil_div(s.c, tile.width()) * s.b) * sectors(tile, s.d);
+}
+
+std::optional<Tile> plan_weight(const WeightProblem& problem, int shared_limit) {
+  const Sizes& s = problem.sizes;
+  std::optional<Tile> best;
+  for (const Tile& tile : weight_tiles(static_cast<int>(size_of(problem.dtype)))) {
+    if (tile_fits(tile, s.d, problem.batch, problem.x, problem.d_y) && 2 * tile.batch_stage() <= shared_limit &&
+        (!best || weight_columns(tile, s) < weight_columns(*best, s))) {
+      best = tile;
+    }
+  }
+  return best;
+}
+
+/// Clusters of a gradient: δ of a CTA, whether rows are read in lines, and CTAs.
+struct WeightClusters {
+  ClusterGradientTile tile;
+  bool flat;
+  int rows, columns;
+};
+
+/// By times on an H200. Lines of 128 bytes, 64 δ or four columns of 16, need the fewest copies; large blocks read them
+/// more often, and 32 δ make squarer tiles. Clusters pay only where they waste nothing.
+WeightClusters plan_weight_cluster(const Sizes& s) {
+  constexpr std::int64_t kLarge = 1 << 15, kMany = 64, kSome = 16;  // weights of a product; CTAs, and of a factor
+  const bool flat = s.d == 16 && s.b % 4 == 0 && s.c % 4 == 0;
+  const int deltas = s.d % 64 == 0 && (s.b * s.c < kLarge || s.b < s.c) ? 64 : s.d % 32 == 0 ? 32 : 16;
+  WeightClusters plan{{deltas}, flat, 1, 1};
+  const auto dividing = [](std::int64_t slabs, int most) {
+    while (slabs % most != 0) {
+      most /= 2;
+    }
+    return most;
+  };
+  const std::int64_t high = ceil_div(s.b, plan.tile.rows()), wide = ceil_div(s.c, ClusterGradientTile::kColumns);
+  if (plan.flat) {
+    plan.columns = wide == 2 ? 2 : 1;
+  } else if (plan.tile.deltas < 64 || (high * wide >= kSome && s.a * (s.d / 64) * high * wide >= kMany)) {
+    plan.rows = dividing(high, 4);
+    plan.columns = dividing(wide, plan.tile.deltas == 64 ? 2 : 4 / plan.rows);
+  }
+  return plan;
+}
+
+WeightParams weight_params(const WeightProblem& problem) {
+  const Sizes& s = problem.sizes;
+  WeightParams params{};
+  params.x = problem.x.data;
+  params.dy = problem.d_y.data;
+  params.batch = problem.batch;
+  params.x_stride = problem.x.batch;
+  params.dy_stride = problem.d_y.batch;
+  params.weights = s.a * s.b * s.c * s.d;
+  params.features = s.a * s.b * s.d;
+  params.b = static_cast<int>(s.b);
+  params.c = static_cast<int>(s.c);
+  params.d = static_cast<int>(s.d);
+  params.bias_shares = 1;
+  return params;
+}
+
+/// Room for the pieces of d_w and, where wanted, of d_bias.
+struct Partials {
+  Workspace weights, bias;
+  Partials(const WeightProblem& problem, WeightParams& params, Context& context)
+      : weights(context, static_cast<std::size_t>(params.pieces * params.weights) * sizeof(float)),
+        bias(context,
+             problem.d_bias.data != nullptr
+                 ? static_cast<std::size_t>(params.pieces * params.bias_shares * params.features) * sizeof(float)
+                 : 0) {
+    params.partials = static_cast<float*>(weights.data());
+    params.bias_partials = static_cast<float*>(bias.data());
+  }
+};
+constexpr std::int64_t kMostShares = 4;                   // in adding up a bias
+constexpr double kPartial = 2.0 * sizeof(float) * 32768;  // sums of a CTA, written and read again
+
+int ring_of(const Tile& tile, int shared_limit) { return std::clamp(shared_limit / tile.batch_stage(), 2, 4); }
+
+/// Adds the pieces of d_w and, where wanted, of d_bias.
+void reduce(const WeightProblem& problem, const WeightParams& params, Context& context) {
+  // Many pieces are added by more threads.
+  const auto slices_of = [](int pieces, int most) {
+    return std::min(static_cast<int>(std::bit_ceil(static_cast<unsigned>(ceil_div(pieces, 4)))), most);
+  };
+  const Weights& w = problem.d_w;
+  ReduceParams sum{};
+  sum.partials = params.partials;
+  sum.bias_partials = params.bias_partials;
+  sum.to = w.data;
+  sum.bias = problem.d_bias.data;
+  sum.weights = params.weights;
+  sum.features = params.features;
+  sum.stride_a = w.a;
+  sum.stride_b = w.b;
+  sum.stride_c = w.c;
+  sum.stride_d = w.d;
+  sum.bias_stride = problem.d_bias.stride;
+  sum.pieces = params.pieces;
+  sum.slices = slices_of(sum.pieces, 8);
+  sum.bias_pieces = params.pieces * params.bias_shares;
+  sum.bias_slices = slices_of(sum.bias_pieces, 32);
+  sum.b = params.b;
+  sum.c = params.c;
+  sum.d = params.d;
+  const std::int64_t line = std::int64_t{params.c} * params.d;
+  sum.contiguous = w.d == 1 && w.c == params.d && w.b == line && w.a == line * params.b && is_aligned(w.data, 16);
+  const int wide = sum.weights % 4 == 0 ? 4 : 1;
+  const std::int64_t ctas = ceil_div(sum.weights * sum.slices, std::int64_t{kThreads} * wide);
+  const std::int64_t bias_ctas = sum.bias_partials != nullptr ? ceil_div(sum.features * sum.bias_slices, kThreads) : 0;
+  sum.weight_ctas = static_cast<unsigned>(ctas);
+  const bool behind = driver::device_info(context.device.index).arch >= 90;
+  const auto how = behind ? &Kernel::launch_behind : &Kernel::launch;
+  (get_kernel(reduce_kernel(problem.dtype, wide), context.device.index).*how)(ctas + bias_ctas, kThreads, 0, &sum,
+                                                                              context.stream);
+}
+
+/// Whether rows of both operands can be read as they lie, all δ of a column together.
+bool flat_fits(const WeightProblem& problem, const Machine& machine) {
+  const Sizes& s = problem.sizes;
+  return (s.d == 2 || s.d == 4) && (s.a == 1 || (s.b * s.d % 8 == 0 && s.c * s.d % 8 == 0)) &&
+         clusters_fit(problem.dtype, problem.batch, problem.x, problem.d_y, machine);
+}
+
+/// The tile that has less of it outside the matrix.
+FlatTile flat_tile(const Sizes& s) {
+  const FlatTile high{static_cast<int>(s.d)}, broad{high.v, true};
+  const auto tiles = [&](const FlatTile& t) { return ceil_div(s.b, t.rows()) * ceil_div(s.c, t.columns()); };
+  return s.d == 4 && tiles(broad) < tiles(high) ? broad : high;
+}
+
+void run_flat(const WeightProblem& problem, Context& context) {
+  const Sizes& s = problem.sizes;
+  const FlatTile tile = flat_tile(s);
+  const auto map = [&](const Matrix& m, std::int64_t columns) {
+    return make_map(m, problem.batch, {static_cast<std::uint64_t>(columns * s.d), static_cast<std::uint64_t>(s.a)},
+                    {64, 1, FlatTile::kDepth}, driver::Swizzle::b128);
+  };
+  // Where memory is the limit, CTAs that read the same lines should not drift apart.
+  const bool skip = s.b * s.c > 84 * (s.b + s.c);
+  FlatWeightParams params{map(problem.x, s.c), map(problem.d_y, s.b), weight_params(problem), skip};
+  WeightParams& weight = params.weight;
+  weight.slabs_b = static_cast<int>(ceil_div(s.b, tile.rows()));
+  weight.slabs_c = static_cast<int>(ceil_div(s.c, tile.columns()));
+  weight.groups = static_cast<int>(s.a * weight.slabs_b * weight.slabs_c);
+  weight.pieces = static_cast<int>(pieces_of(weight.groups, ceil_div(problem.batch, FlatTile::kDepth),
+                                             driver::device_info(context.device.index).multiprocessors, tile.stage(),
+                                             64 * 1024.0 + kPartial));
+  weight.bias_shares = static_cast<int>(std::min(kMostShares, ceil_div(s.c, tile.warp_columns())));
+  const Partials partials(problem, weight, context);
+  get_kernel(flat_weight_kernel(problem.dtype, tile), context.device.index)
+      .launch(std::int64_t{weight.groups} * weight.pieces, FlatTile::kThreads, tile.shared(), &params, context.stream);
+  reduce(problem, weight, context);
+}
+
+void run_clusters(const WeightProblem& problem, Context& context) {
+  const Sizes& s = problem.sizes;
+  const auto [tile, flat, rows, columns] = plan_weight_cluster(s);
+  const int size = rows * columns;
+  const Kernel& kernel = get_kernel(cluster_weight_kernel(problem.dtype, tile.deltas, flat), context.device.index);
+  ClusterWeightParams params{
+      make_batch_map(problem.x, problem.batch, s, s.c, ClusterGradientTile::kColumns / rows, tile.deltas, flat),
+      make_batch_map(problem.d_y, problem.batch, s, s.b, tile.rows() / columns, tile.deltas, flat),
+      weight_params(problem), rows, columns};
+  WeightParams& weight = params.weight;
+  weight.slabs_b = static_cast<int>(ceil_div(s.b, tile.rows() * rows));
+  weight.slabs_c = static_cast<int>(ceil_div(s.c, ClusterGradientTile::kColumns * columns));
+  weight.groups = static_cast<int>(s.a * (s.d / tile.deltas) * weight.slabs_b * weight.slabs_c);
+  weight.bias_shares = static_cast<int>(std::min(kMostShares, ceil_div(s.c, ClusterGradientTile::kColumns)));
+  weight.pieces = static_cast<int>(pieces_of(weight.groups, ceil_div(problem.batch, ClusterGradientTile::kDepth),
+                                             kernel.resident_clusters(size, ClusterTile::kThreads, tile.shared()),
+                                             tile.stage(), 64 * 1024.0 + kPartial));
+  const Partials partials(problem, weight, context);
+  kernel.launch_clusters(std::int64_t{weight.groups} * weight.pieces * size, size, ClusterTile::kThreads, tile.shared(),
+                         &params, context.stream);
+  reduce(problem, weight, context);
+}
+
+/// Tiles of a weight gradient by CTAs on their own, and the pieces that the batch is cut into.
+struct WeightCut {
+  std::int64_t slabs_b, slabs_c, groups, tiles, pieces;
+  WeightCut(const WeightProblem& p, const Tile& tile, std::int64_t multiprocessors)
+      : slabs_b(ceil_div(p.sizes.b, tile.rows())),
+        slabs_c(ceil_div(p.sizes.c, tile.width())),
+        groups(p.sizes.a * (p.sizes.d / tile.v) * slabs_b * slabs_c),
+        tiles(std::max<std::int64_t>(1, ceil_div(p.batch, tile.batch_rows()))),
+        pieces(pieces_of(groups, tiles, multiprocessors, tile.batch_stage(), 64 * 1024.0 + kPartial)) {}
+};
+
+void run_alone(const WeightProblem& problem, const Tile& tile, Context& context) {
+  const Sizes& s = problem.sizes;
+  const driver::DeviceInfo& device = driver::device_info(context.device.index);
+  const WeightCut cut(problem, tile, device.multiprocessors);
+  WeightParams params = weight_params(problem);
+  params.slabs_b = static_cast<int>(cut.slabs_b);
+  params.slabs_c = static_cast<int>(cut.slabs_c);
+  params.groups = static_cast<int>(cut.groups);
+  params.ring = ring_of(tile, device.shared_per_block);
+  params.pieces = static_cast<int>(cut.pieces);
+  params.x_flat = flat(tile, s, s.c, problem.batch, problem.x, 16);
+  params.dy_flat = flat(tile, s, s.b, problem.batch, problem.d_y, 16);
+  const Partials partials(problem, params, context);
+  const int products = products_of(problem.dtype, context.precision);
+  get_kernel(weight_kernel(problem.dtype, products, tile), context.device.index)
+      .launch(std::int64_t{params.groups} * params.pieces, kThreads, params.ring * tile.batch_stage(), &params,
+              context.stream);
+  reduce(problem, params, context);
+}
+
+/// The sums of `pieces`, written by one kernel and added up by another.
+double reduce_cost(const Sizes& s, std::int64_t pieces, double multiprocessors) {
+  constexpr double kRate = 0.7e6;
+  return cost::pass(0.0, double(pieces) * weight_bytes(s, 4), kRate, multiprocessors);
+}
+
+double alone_cost(const WeightProblem& p, const Tile& tile, double multiprocessors) {
+  constexpr cost::Rates k16 = {3.9, 4.2e6, 1.13e6}, kTf32 = {3.8, 2.9e6, 0.41e6};
+  constexpr double kShortRuns = 6.5;  // µs more where sums of two δ leave 8 bytes at a time
+  const WeightCut cut(p, tile, static_cast<std::int64_t>(multiprocessors));
+  const cost::Tiles tiles{.count = double(cut.groups * cut.pieces),
+                          .at_once = multiprocessors,
+                          .steps = double(ceil_div(cut.tiles, cut.pieces)),
+                          .bytes = double(tile.batch_stage()) * sectors(tile, p.sizes.d),
+                          .ops = 2.0 * tile.rows() * tile.width() * tile.v * tile.batch_rows(),
+                          .out = 0};
+  return cost::microseconds(tiles, tile.size == 2 ? k16 : kTf32, memory_of(p.sizes, p.batch, tile.size),
+                            multiprocessors) +
+         reduce_cost(p.sizes, cut.pieces, multiprocessors) + (tile.v == 2 ? kShortRuns : 0.0);
+}
+
+double clusters_cost(const WeightProblem& p, double multiprocessors) {
+  constexpr cost::Rates kFlat = {3.2, 15.6e6, 2.67e6}, kClusters = {3.2, 9.3e6, 2e7};
+  constexpr double kReduce = 2.1;
+  const Sizes& s = p.sizes;
+  const bool whole = s.d == 2 || s.d == 4;
+  const FlatTile lines = flat_tile(s);
+  const WeightClusters plan = plan_weight_cluster(s);
+  const int size = whole ? 1 : plan.rows * plan.columns;
+  const std::int64_t depth = whole ? FlatTile::kDepth : ClusterGradientTile::kDepth;
+  const std::int64_t deltas = whole ? s.d : plan.tile.deltas;
+  const std::int64_t rows = whole ? lines.rows() : plan.tile.rows();
+  const std::int64_t columns = whole ? lines.columns() : ClusterGradientTile::kColumns;
+  const std::int64_t groups = s.a * (s.d / deltas) * ceil_div(s.b, rows * (whole ? 1 : plan.rows)) *
+                              ceil_div(s.c, columns * (whole ? 1 : plan.columns));
+  const std::int64_t tiles = ceil_div(p.batch, depth);
+  const auto at_once = static_cast<std::int64_t>(multiprocessors) / size;
+  const double stage = whole ? lines.stage() : plan.tile.stage();
+  const std::int64_t pieces = pieces_of(groups, tiles, at_once, stage, 64 * 1024.0 + kPartial);
+  const double bytes =
+      whole ? stage : 2.0 * double(depth * deltas) * (double(rows) / plan.columns + double(columns) / plan.rows);
+  const cost::Tiles work{.count = double(groups * pieces),
+                         .at_once = double(at_once),
+                         .steps = double(ceil_div(tiles, pieces)),
+                         .bytes = bytes,
+                         .ops = 2.0 * double(rows * columns * deltas * depth),
+                         .out = 4.0 * double(rows * columns * deltas),
+                         .ctas = double(size)};
+  return cost::microseconds(work, whole ? kFlat : kClusters, memory_of(s, p.batch, 2), multiprocessors) + kReduce +
+         reduce_cost(s, pieces, multiprocessors);
+}
+
+}  // namespace
+
+bool fits(const WeightProblem& p, const Config& config, const Machine& machine) {
+  if (!suits(p.sizes, p.dtype, machine)) {
+    return false;
+  }
+  const bool rows = p.sizes.d % 16 == 0 && clusters_fit(p.dtype, p.batch, p.x, p.d_y, machine);
+  return config.family == Family::cluster ? rows || flat_fits(p, machine) : plan_weight(p, machine.shared).has_value();
+}
+
+double cost(const WeightProblem& p, const Config& config, const Machine& machine) {
+  return config.family == Family::cluster ? clusters_cost(p, machine.multiprocessors)
+                                          : alone_cost(p, *plan_weight(p, machine.shared), machine.multiprocessors);
+}
+
+void launch(const WeightProblem& p, const Config& config, Context& context) {
+  if (config.family != Family::cluster) {
+    return run_alone(p, *plan_weight(p, driver::device_info(context.device.index).shared_per_block), context);
+  }
+  flat_fits(p, machine_of(context)) ? run_flat(p, context) : run_clusters(p, context);
+}
+
+}  // namespace fretwork::kronecker::strided

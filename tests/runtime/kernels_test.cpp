@@ -139,7 +139,7 @@ TEST(ListedKernels, HaveSparseFp8WhereItIsAnInstruction) {
   for (const auto& [arch, count] : {std::pair{"sm_80", 0}, {"sm_89", 2}, {"sm_90a", 0}, {"sm_100", 0}, {"sm_120", 2}}) {
     int found = 0;
     for (const ListedKernel& listed : all_kernels(arch)) {
-      if (listed.spec.instance.find("product_portable<fretwork::f8_") != std::string::npos) {
+      if (listed.spec.instance.find("portable::product<fretwork::f8_") != std::string::npos) {
         ++found;
         if (std::string(arch) == "sm_89" && !nvrtc::library().path.empty()) {
           EXPECT_EQ(complaint(listed, arch), "");

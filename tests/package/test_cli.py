@@ -568,6 +568,37 @@ def test_bench_explain_on_a_cpu(suite: tuple[str, ...]) -> None:
     assert "--explain" in help_text[help_text.index("Examples:") :]
 
 
+RECORDING = LIBRARIES.parent / "tests/recording/libcuda.so.1"  # tests/support/recording_driver.cpp
+
+
+@pytest.mark.skipif(not RECORDING.exists(), reason="the recording driver is not built")
+@pytest.mark.parametrize(
+    ("suite", "problems"),
+    [
+        (("attention", "--seq", "256", "--pattern", "causal(256)"), ["attention, ", "attention_backward, "]),
+        (
+            ("block", "--n", "256", "--block", "32", "--density", "0.5,0.1", "--op", "dsd,softmax,sdd"),
+            ["dsd, ", "dsd, ", "sdd, ", "sdd, "],
+        ),
+        (("kronecker", "--patterns", "1,4,4,2;2,8,8,1", "--batch", "8", "--algos", "kernel,dense"), ["ksmm, "] * 2),
+        (("two_four", "--m", "512", "--k", "512", "--columns", "1,128"), ["two_four.matmul, "] * 2),
+    ],
+    ids=lambda value: value[0],
+)
+def test_bench_explains_every_row(suite: tuple[str, ...], problems: list[str], own_cache: dict[str, str]) -> None:
+    """Rows only, not what they are set against; one kernel is taken in each."""
+    driver = {"LD_LIBRARY_PATH": str(RECORDING.parent), "FRETWORK_NVRTC": str(RECORDING)}
+    arguments = ("bench", *suite, "--device", "cuda:0", "--rounds", "1")
+    assert run(*arguments, env=own_cache | driver).stderr == ""
+    done = run(*arguments, "--explain", env=own_cache | driver)
+    assert done.returncode == 0, done.stderr
+    explained = done.stderr.split("fretwork: ")[1:]
+    assert [text.startswith(problem) for text, problem in zip(explained, problems, strict=True)] == [True] * len(
+        problems
+    )
+    assert all(text.count(", taken\n") == 1 and text.count("  took ") == 1 for text in explained), done.stderr
+
+
 def test_bench_of_an_empty_layout() -> None:
     assert "0.0 GFLOP/s" in ok("bench", "block", "--n", "64", "--block", "32", "--density", "0", "--rounds", "1")
 

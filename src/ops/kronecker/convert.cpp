@@ -11,9 +11,9 @@
 namespace fretwork::kronecker {
 namespace {
 
-/// Also a NaN, an infinity and a subnormal are something; −0 is nothing.
+/// Whether an element is not zero: −0 is, while NaN, infinities and subnormals are not.
 template <typename T>
-bool is_something(T bits) {
+bool is_nonzero(T bits) {
   return static_cast<T>(bits << 1) != 0;
 }
 
@@ -43,7 +43,7 @@ std::int64_t row_from_dense(const ConvertProblem& p, std::int64_t row) {
   }
   const std::int64_t first = i * c * d, last = first + c * d;
   for (std::int64_t col = 0; col < a * c * d; ++col) {
-    if (is_something(dense[col * p.dense.col]) && (col < first || col >= last || col % d != l)) {
+    if (is_nonzero(dense[col * p.dense.col]) && (col < first || col >= last || col % d != l)) {
       return col;
     }
   }
@@ -95,7 +95,7 @@ void check_dense(const char* op, const ConstTensorView& dense, const KroneckerPa
   }
 }
 
-/// Of two tensors that fit each other, the one that is written.
+/// The tensor that is written has the type of the one that is read.
 void check_result(const char* op, const char* name, const ConstTensorView& to, const ConstTensorView& from) {
   if (to.dtype != from.dtype) {
     throw Error(op, name, name_of(from.dtype), name_of(to.dtype));

@@ -17,7 +17,7 @@ namespace fretwork {
 namespace kronecker {
 namespace {
 
-/// An argument with the name its caller knows it by.
+/// An argument and its name in error messages.
 struct Argument {
   const char* name;
   const ConstTensorView& view;
@@ -30,7 +30,7 @@ void check_like(const char* op, const Argument& given, const Argument& like) {
   }
 }
 
-/// That what the caller gave is there, where the context is.
+/// Arguments have data, on the context's device.
 void check_given(const char* op, std::initializer_list<Argument> given, const Context& context) {
   for (const auto& [name, view] : given) {
     check_device(op, name, view, context);
@@ -49,7 +49,7 @@ void check_shape(const char* op, const Argument& a, std::initializer_list<std::i
   }
 }
 
-/// A size of 1 has any stride; it gets one that suits: neighbouring features, a batch row at a round distance.
+/// Strides of size-1 dimensions are arbitrary: features get stride 1, the batch a multiple of 64.
 Matrix matrix(const ConstTensorView& v) {
   const std::int64_t feature = v.size(1) == 1 ? 1 : v.stride(1);
   const std::int64_t round = (v.size(1) * std::abs(feature) + 63) / 64 * 64;

@@ -17,12 +17,12 @@ constexpr std::int64_t kLeftRow = 1024;
 constexpr std::int64_t kBlockElements = 128 << 10;
 /// Batch rows, and batch columns, that a thread works on at a time.
 constexpr std::int64_t kBlockRows = 256, kBlockCols = 192;
-/// Elements of x up to which what follows is not foreseen by hardware.
+/// Rows of x up to so many elements are too short for the hardware prefetcher.
 constexpr std::int64_t kShortRow = 128;
 constexpr std::int64_t kLine = 64;
 /// Depth of a panel of x at most.
 constexpr std::int64_t kPanelDepth = 256;
-/// Bytes of a result that is worth a word about pages.
+/// Results of so many bytes or more ask for large pages.
 constexpr std::int64_t kFreshBytes = 8 << 20;
 /// A batch for which weights are not worth packing, if the CPU can read them where they are.
 constexpr std::int64_t kSmallBatch = 256;
@@ -31,7 +31,7 @@ constexpr std::int64_t kTurnedRows = 128, kTurnedStrips = 4;
 /// The longest runs of δ, and the deepest block, that are turned at all; the longest and batch · d if runs fill
 /// vectors.
 constexpr std::int64_t kTurnedRuns = 32, kTurnedDepth = 16384, kShortRun = 16, kTurnedElements = 1024;
-/// Batch rows that are few, and weights that a thread takes for them at a time.
+/// FewRows: batch rows at most, and weights that a thread takes at a time.
 constexpr std::int64_t kFewRows = 8, kFewElements = 32 << 10;
 /// Pieces of work per thread, if there are as many.
 constexpr std::int64_t kPieces = 4;
@@ -231,7 +231,7 @@ class BatchFirst : Work {
   std::int64_t place(std::int64_t i, const Part& part, const Columns::Panel& panel, std::int64_t k) const {
     return i * stride_ + part.offset + panel.first_vector * tiles_.lanes * depth_ + k * panel.width;
   }
-  /// Fetches a share of the tile of x that is packed next. Inline, as GCC would otherwise find that it does nothing.
+  /// Fetches a share of the tile of x that is packed next. Inline, or GCC removes the call as one without effect.
   [[gnu::always_inline]] void fetch(const Operand& from, std::int64_t depth, const Chunk& chunk, std::int64_t share,
                                     std::int64_t shares) const {
     const bool along = from.col == chunk.run();

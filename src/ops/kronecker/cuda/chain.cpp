@@ -1,4 +1,4 @@
-// The host side of the kernel that fuses two factors: does the problem suit it, its tensor map, the launches.
+// Host side of the kernels that fuse two factors: which problems fit, tensor maps, launches.
 #include "ops/kronecker/chain.h"
 
 #include <algorithm>

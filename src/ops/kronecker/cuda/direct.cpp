@@ -1,5 +1,4 @@
-// Host side of the small-batch kernels that load straight into mma fragments: which problems fit, when they pay,
-// launch.
+// Host side of the small-batch kernel that loads straight into mma fragments: which problems fit, costs, launches.
 #include <algorithm>
 #include <bit>
 #include <cmath>

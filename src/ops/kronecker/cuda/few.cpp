@@ -1,5 +1,5 @@
-// Host side of the kernels for up to 32 batch rows of any strides: the axis weights are read along, the distribution of
-// threads, launch.
+// Host side of the small-batch kernels for any strides: the axis along which weights are read, the tiles of threads and
+// warps, costs, launches.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -94,7 +94,7 @@ std::size_t choose_config(const Weights& w, const Sizes& s, std::size_t size) {
   return 2;
 }
 
-/// How many threads stand along each axis, as powers of two, and what follows from it.
+/// Threads along each axis, as powers of two, and the tile that they compute.
 struct ThreadTile {
   int log_l = 0, log_k = 0, log_j = 0;
   std::int64_t tile_l = 0, tile_j = 0, step = 0;
@@ -109,7 +109,7 @@ struct ThreadTile {
 };
 
 /// Clocks that a tile takes at best: the SM with most CTAs moves their weights, x and sums, and no CTA is faster than
-/// its loads, each of index waits for the one before.
+/// its loads, each of which waits for the one before.
 double cost(const Problem& p, const KernelConfig& config, const ThreadTile& tile, bool k_next, int multiprocessors) {
   constexpr double kMemory = 18, kL2 = 26, kX = 24, kLatency = 700, kResident = 2;
   const Sizes& s = p.sizes;
@@ -118,7 +118,7 @@ double cost(const Problem& p, const KernelConfig& config, const ThreadTile& tile
   const std::int64_t ctas = s.a * ceil_div(s.d, tile.tile_l) * ceil_div(s.b, tile.tile_j) * groups;
   const auto steps = static_cast<double>(ceil_div(s.c, tile.step)), rows = double(std::min<std::int64_t>(p.batch, 8));
   const int sums = sums_of(config.axis, config.v);
-  // What lies together in memory of what a step reads; the rest of a sector is read in vain.
+  // Contiguous bytes that a step reads; the rest of a 32-byte sector is wasted.
   const double run = size * double(config.axis == kAlongL   ? tile.tile_l
                                    : config.axis == kAlongK ? tile.step
                                                             : std::int64_t{config.v} << tile.log_j);
@@ -222,7 +222,7 @@ PlannedTile choose_tiles(const Problem& p, int v, bool clusters, int multiproces
   PlannedTile best;
   for (int l = 0; l <= kLog && (l == 0 || v << (l - 1) < s.d); ++l) {
     for (int k = 0; k <= kLog - l && (k == 0 || 16 << (k - 1) < s.c); ++k) {
-      // More CTAs than fit twice need no more.
+      // Twice as many CTAs as fit at once are enough.
       const std::int64_t places = WarpTile(v, l, k, s.c, 1).places(s, p.batch);
       const int most = clusters && places < 2 * multiprocessors ? kMostSplit : 1;
       for (int wanted = 1, last = 0; wanted <= most; ++wanted) {
@@ -317,8 +317,8 @@ int choose_deltas(Problem p, unsigned fitting, bool clusters, int multiprocessor
   return best;
 }
 
-/// The way on the tensor cores; its clocks are without end where there is none. Choosing takes longer than a launch, so
-/// that what was chosen lately is kept.
+/// The tile on the tensor cores; its clocks are infinite where none fits. Choosing takes longer than a launch, so
+/// recent choices are cached.
 PlannedTile choose_tiles(const Problem& p, const Machine& machine) {
   struct Kept {
     Sizes sizes{};
@@ -418,7 +418,7 @@ double thread_clocks(const Problem& p, int multiprocessors) {
 bool fits(const Problem& p, const Config& /*config*/, const Machine& machine) {
   const Sizes& s = p.sizes;
   const bool type = std::ranges::find(kTypes, p.dtype) != std::end(kTypes);
-  // One CTA for each (i, j, l) is more than there ever are.
+  // There is at most one CTA for each (i, j, l).
   const bool sizes = s.b < kMost && s.c < kMost && s.d < kMost && s.a < kMost && s.a * s.b < kMost * 8 / s.d;
   return type && sizes && (p.batch <= kMostRows || (p.batch <= kMostTileRows && choose_tiles(p, machine).tile.v > 0));
 }

@@ -57,8 +57,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"kronecker", list_kernels};
 
-/// Products by type, layout, width and axis of the weights (48), dense blocks (24), resident weights (8), interleaved
-/// (3).
+/// Products by type, layout, width and axis of the weights (48), dense blocks (24), interleaved (3).
 constinit KernelTable<48 + 24 + 3> kernels;
 
 std::size_t place(DType dtype, int width, bool flag) {
@@ -96,7 +95,7 @@ std::optional<TiledView> neighbour_view(const Problem& p) {
   return y && (p.x.feature - p.y.feature) * bytes % 16 == 0 ? x : std::nullopt;
 }
 
-/// The same of a product. A row alone goes the way that it would with others.
+/// The same of a product. Batch 1 uses the same kernel.
 std::optional<Layout> layout_of(const Problem& p) {
   const Sizes& s = p.sizes;
   const auto layout = shared_layout(p.x, p.y, p.batch, s, p.dtype);
@@ -215,7 +214,7 @@ void launch_product(const Problem& p, const Layout& layout, const Map& weights, 
   ProductParams params = product_params(p, p.sizes, layout.row_tiles(p.batch), width, once ? kMost : 16);
   set_operands(params, p, layout);
   params.weights = weights;
-  // Some microseconds to clear a number, for launches of a hundred or more.
+  // Clearing the counter takes some µs, which pays for launches of a hundred µs or more.
   const bool fetched = params.mapped || params.neighbours;  // by the copy engine
   const bool in_turns = !fetched || params.total < 96 * driver::device_info(context.device.index).multiprocessors;
   const Workspace taken(context, in_turns ? 0 : sizeof(int));

@@ -1,4 +1,4 @@
-// Exact fp32 on a GPU: tile choice and launches.
+// Exact fp32 on a GPU: which problems fit, tiles, costs, launches.
 #include <algorithm>
 #include <limits>
 #include <optional>

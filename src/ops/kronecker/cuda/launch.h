@@ -75,7 +75,8 @@ double cost(const WeightProblem& problem, const Config& config, const Machine& m
 void launch(const WeightProblem& problem, const Config& config, Context& context);
 }  // namespace ieee
 
-/// Any type, stride and architecture: `portable` on the tensor cores, `simple` on FFMA. A gradient takes whichever can.
+/// Any type, stride and architecture: `portable` on the tensor cores, `simple` on FFMA. A gradient takes the one that
+/// fits.
 namespace generic {
 bool fits(const Problem& problem, const Config& config, const Machine& machine);
 double cost(const Problem& problem, const Config& config, const Machine& machine);
@@ -115,7 +116,7 @@ void regroup(const hopper::RegroupParams& params, int bytes, bool back, const Co
 /// of one δ together, where the products of d = 1 take them, and back. Three passes over memory instead of one, which
 /// pays for large blocks.
 bool regroups(const Matrix& m, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes);
-/// Does it; rows of `grouped` follow each other.
+/// Regroups; rows of `grouped` are contiguous.
 void regroup(const Matrix& m, void* grouped, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes,
              bool back, const Context& context);
 

@@ -5,7 +5,7 @@
 #include "device/tensor_map.cuh"
 
 // ----------------------------------------------------------------------------------------------------
-// Parameters of the simple, the portable and the exact fp32 kernels; shared by host and device.
+// Parameters of the simple, the portable and the exact fp32 kernels.
 
 namespace fretwork::kronecker {
 
@@ -50,7 +50,7 @@ struct PieceSumParams {
 }  // namespace fretwork::kronecker
 
 // ----------------------------------------------------------------------------------------------------
-// Parameters of the copies between weights and dense matrices; shared by host and device.
+// Parameters of the copies between weights and dense matrices.
 
 namespace fretwork {
 
@@ -70,7 +70,7 @@ inline constexpr int kConvertThreads = 256, kConvertElements = 4;  // of one thr
 }  // namespace fretwork
 
 // ----------------------------------------------------------------------------------------------------
-// Parameters of the kernels for up to 32 batch rows of any strides; shared by host and device.
+// Parameters of the small-batch kernels for any strides.
 
 namespace fretwork::kronecker::few {
 
@@ -117,7 +117,7 @@ struct Params {
 }  // namespace fretwork::kronecker::few
 
 // ----------------------------------------------------------------------------------------------------
-// Parameters and tile sizes of the small-batch kernels that load straight into fragments; shared by host and device.
+// Parameters and tile sizes of the small-batch kernels that load straight into fragments.
 
 namespace fretwork::kronecker::direct {
 
@@ -174,7 +174,7 @@ struct Params {
 }  // namespace fretwork::kronecker::direct
 
 // ----------------------------------------------------------------------------------------------------
-// Parameters of the exact fp32 kernels; shared by host and device.
+// Parameters of the exact fp32 kernels.
 
 namespace fretwork::kronecker::ieee {
 
@@ -215,7 +215,7 @@ constexpr int delta_words(int lines, int v, bool depth_inner) {
 }  // namespace fretwork::kronecker::ieee
 
 // ----------------------------------------------------------------------------------------------------
-// Parameters and tile sizes of the kernels for neighbouring δ; shared by host and device.
+// Parameters and tile sizes of the kernels for neighbouring δ.
 
 namespace fretwork::kronecker::strided {
 
@@ -375,7 +375,7 @@ struct ReduceParams {
 }  // namespace fretwork::kronecker::strided
 
 // ----------------------------------------------------------------------------------------------------
-// Parameters and tile sizes of the Hopper kernels; shared by host and device.
+// Parameters and tile sizes of the Hopper kernels.
 
 namespace fretwork::kronecker::hopper {
 
@@ -385,7 +385,7 @@ inline constexpr int kRows = 128, kThreads = 384;
 inline constexpr int kStagingBytes = 32768;  ///< where results wait for the copy engine
 
 constexpr int stage_bytes(int width) { return (kRows + width) * 128; }
-/// As many as fit, for the memory's sake, but eight are enough.
+/// As many as fit; eight hide the latency of memory.
 constexpr int stages(int width) { return 196608 / stage_bytes(width) < 8 ? 196608 / stage_bytes(width) : 8; }
 /// The ring begins at a multiple of 1024 bytes, after two barriers for each stage.
 constexpr int shared_bytes(int width) { return stages(width) * (stage_bytes(width) - 16) + kStagingBytes + 1024; }
@@ -400,9 +400,9 @@ constexpr int interleaved_shared_bytes(int deltas) {
   return interleaved_stages(deltas) * interleaved_stage_bytes(deltas) + 1024;
 }
 
-/// Operands as they lie, for what threads move or read themselves: lines that the copy engine cannot follow, weights
-/// that CTAs keep, and, where the d products of a block are multiplied as one dense matrix, what each is made of, for
-/// sums that an infinity of another δ has spoilt through the zeros between them.
+/// Operands in global memory, for threads that read or write them without the copy engine: lines that it cannot
+/// address, and, where the d products of a block run as one dense matrix, sums that must be recomputed because an
+/// infinity of another δ met the zeros between.
 struct Strands {
   const void *x, *w;
   void* y;
@@ -497,7 +497,7 @@ inline constexpr int kPackLine = 16;  ///< the least line that is packed by rows
 }  // namespace fretwork::kronecker::hopper
 
 // ----------------------------------------------------------------------------------------------------
-// Parameters of the fused kernels for two factors, and how they divide the work; shared by host and device.
+// Parameters of the fused kernels for two factors, and how they divide the work.
 
 namespace fretwork::kronecker::chain {
 

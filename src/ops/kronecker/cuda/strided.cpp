@@ -100,7 +100,7 @@ std::optional<Plan> plan_for(const Tile& tile, const Sizes& s, std::int64_t shar
   return plan;
 }
 
-/// Brings the weights into the order of PackParams, in groups of `deltas` δ.
+/// Packs the weights in the order of PackParams, in groups of `deltas` δ.
 void pack(const Problem& problem, int deltas, int slab, int slabs, int steps, bool turned, void* to, Context& context) {
   const Sizes& s = problem.sizes;
   PackParams params{};
@@ -125,7 +125,7 @@ void pack(const Problem& problem, int deltas, int slab, int slabs, int steps, bo
       .launch(ceil_div(2 * params.rows, kThreads), kThreads, 0, &params, context.stream);
 }
 
-/// What both kinds of product kernel are told of the problem.
+/// The parameters that both product kernels share.
 ProductParams product_params(const Problem& problem, const void* packed) {
   const Sizes& s = problem.sizes;
   ProductParams params{};

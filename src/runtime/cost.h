@@ -4,7 +4,7 @@
 // with most to do. What cannot overlap with these adds up. An op fills in `Work`, with the rates that its kernels
 // reach; `Tiles` is the usual way to do so for a kernel whose CTAs compute tiles in waves, where a wave takes as long
 // as one tile. The constants are an H200's; another GPU is taken for a larger or smaller H200, as only ratios matter to
-// a choice. Those without another source were fitted to the times of some 25,000 random Kronecker products and
+// a choice. Those without another source were fitted to the times of some 30,000 random Kronecker products and
 // gradients on every kernel that fits (bench/results/h200/kronecker_candidates.json): half of all predictions are
 // within 8%, and nine of ten within 25%.
 #pragma once
@@ -64,8 +64,10 @@ inline double microseconds(const Tiles& tiles, const Rates& rates, double memory
   // Fetching and multiplying overlap, but for a tenth.
   const double step = std::max(std::max(fetch, multiply) + 0.1 * std::min(fetch, multiply), rates.step);
   const double waves = std::ceil(tiles.count / tiles.at_once);
-  const Work work{.memory = kRamp + memory / (rates.memory * scale),
-                  .busiest = waves * (rates.start + tiles.steps * step + tiles.out / l2)};
+  const double moved = kRamp + memory / (rates.memory * scale);
+  const double computed = waves * (rates.start + tiles.steps * step + tiles.out / l2);
+  // So do tiles and device memory, but for a twentieth.
+  const Work work{.memory = moved, .busiest = computed, .serial = 0.05 * std::min(moved, computed)};
   return work.without_launches();
 }
 

@@ -246,22 +246,23 @@ double memory_of(const Problem& p) {
 /// Each turn of a CTA is a trip to L2, and longer the more registers a lane's loads fill; memory is read meanwhile.
 /// Batch last, a load of x uses a part of a sector.
 double plain_cost(const Problem& p, int multiprocessors) {
-  constexpr double kMemory = 4.1e6, kL2 = 6.5e6, kEight = 0.5;                  // bytes per µs, µs
-  constexpr double kShortLines = 3.0, kShortLinesEight = 1.3, kFarApart = 2.6;  // times the bytes
+  constexpr double kMemory = 4.1e6, kL2 = 6.7e6, kL2Four = 7.4e6, kEight = 0.5;                 // bytes per µs, µs
+  constexpr double kShortLines = 3.0, kShortLinesEight = 1.8, kFarApart = 3.0, kFarLast = 1.8;  // times the bytes
   const auto& [a, b, c, d] = p.sizes;
   const Cut cut(p, multiprocessors);
   const auto& [v, few, more] = cut.config;
   const bool eight = v == 8;
-  const double trip = eight ? 0.95 : v == 4 ? 0.78 : 0.12;  // µs
+  const double trip = eight ? 0.95 : v == 4 ? 0.74 : 0.12;  // µs
   const double again = p.x.feature == 1 || p.batch == 1 ? 1.0 : eight ? kShortLinesEight : kShortLines;
   const double shares = double(ceil_div(b, std::int64_t{16} * cut.share.m));
   const double read = 2.0 * double(a * c * d) * (double(b * cut.groups) + double(p.batch) * shares * again);
   const int registers = std::max(64, registers_of(v, cut.share.steps, cut.share.m, cut.share.n));
   const double at_once = multiprocessors * std::max(1.0, std::floor(65536.0 / (registers * 32 * cut.warps())));
   const double scale = multiprocessors / cost::kMultiprocessors;
+  const double far = d < 32 ? 1.0 : p.x.feature == 1 ? kFarApart : kFarLast;
   const double waves = std::ceil(double(cut.ctas(p.sizes)) / at_once);
   return (eight ? kEight : 0.0) + std::max(trip * double(cut.turns) * waves, memory_of(p) / (kMemory * scale)) +
-         read * (d >= 32 ? kFarApart : 1.0) / (kL2 * scale);
+         read * far / ((v == 4 ? kL2Four : kL2) * scale);
 }
 
 /// A CTA copies a block of x and multiplies it once: three trips to memory one after the other.

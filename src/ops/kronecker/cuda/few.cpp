@@ -425,7 +425,7 @@ bool fits(const Problem& p, const Config& /*config*/, const Machine& machine) {
 
 double cost(const Problem& p, const Config& /*config*/, const Machine& machine) {
   // Large weights: bytes per µs from memory, and from L2 for the rows after the first.
-  constexpr double kStart = 3.0, kMemory = 0.95e6, kAgain = 1.8e6;
+  constexpr double kStart = 3.0, kMemory = 0.8e6, kAgain = 1.8e6;
   const Sizes& s = p.sizes;
   const int multiprocessors = machine.multiprocessors;
   const PlannedTile planned = choose_tiles(p, machine);

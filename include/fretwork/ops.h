@@ -109,7 +109,7 @@ void ksmm_chain(const ConstTensorView& x, std::span<const ConstTensorView> weigh
 namespace kronecker {
 
 /// How ksmm_chain runs factors of these patterns, one line for each step: "0+1: fused, clusters of 8, 16 rows", "2:
-/// strided". `arch` is "cpu", an architecture from "sm_80" on, such as "sm_90a", of which none needs to be there, or a
+/// strided". `arch` is "cpu", an architecture from "sm_75" on, such as "sm_90a", of which none needs to be there, or a
 /// GPU, "cuda:0". `batch` counts where rows are few; 0 stands for many. Operands are taken to be contiguous.
 std::vector<std::string> plan(std::span<const KroneckerPattern::Sizes> patterns, const std::string& arch,
                               DType dtype = DType::f16, bool last = false, std::int64_t batch = 0);

@@ -5,11 +5,11 @@
 // tiles of a persistent CTA: the parity of a barrier's phase depends on how often the ring was passed. So producer and
 // consumers must walk the same number of stages for every tile.
 //
-//   struct Gemm {  // what a kernel fills in
+//   struct Gemm {  // what a kernel fills in; each_tile and store_tile are its own
 //     static constexpr Roles kRoles{.consumers = 2, .producer_registers = 40, .consumer_registers = 232};
 //     const Params& p;
-//     RingBarriers<4>& ring;  // in shared memory; made by init_barriers([&] { ring.make(1, 8); })
-//     u32 base;               // of the stages
+//     RingBarriers<4>& ring;  // in shared memory; made by init_barriers([&] { ring.make(1, 8); }): one producer, 8
+//     warps u32 base;               // of the stages
 //
 //     void produce() const {  // what to fetch
 //       if (threadIdx.x == 0) {

@@ -17,8 +17,8 @@ namespace fretwork {
 
 /// The GPU that a kernel is chosen for.
 struct Machine {
-  std::string arch;  ///< that kernels are chosen by: "sm_90a"
-  int number = 0;    ///< 90
+  std::string arch;  ///< whose kernels run, such as "sm_90a"; FRETWORK_ARCH may lower it
+  int number = 0;    ///< of the architecture: 90
   int multiprocessors = 0;
   int shared = 0;                         ///< bytes of shared memory that a CTA may ask for
   Precision precision = Precision::ieee;  ///< of fp32 products
@@ -56,7 +56,8 @@ Config run_cheapest(std::vector<Candidate<Config>> candidates, const Run& run) {
   }
 }
 
-/// What was chosen lately for problems with the same numbers. Choosing takes longer than a launch.
+/// What was chosen lately for problems with the same numbers, as choosing takes longer than a launch. For one thread. A
+/// later problem may take over a slot.
 template <std::size_t kNumbers, typename Config>
 class Lately {
  public:
@@ -97,15 +98,15 @@ struct Explained {
   double microseconds;
 };
 /// Runs `call`, which answers the name of the candidate that it took, and prints to standard error what was called, the
-/// candidates with their costs, the one taken and the time it took. The time is that of a second call, for which
-/// kernels are compiled. A call that writes over its operands has no second one, and in a graph's capture there is one
-/// call and no time.
+/// candidates with their costs, the one taken and the time it took. The time is that of a second call, when
+/// kernels have been compiled. A call that writes over its operands runs once. While a graph is captured, it runs once
+/// and is not timed.
 void explain(const Context& context, const std::string& problem, std::vector<Explained> candidates,
              const std::function<std::string()>& call, bool writes_over_operands = false);
-/// The same where it is known what will be taken.
+/// The same where it is known what will be taken, and no operand is written over.
 void explain(const Context& context, const std::string& problem, std::vector<Explained> candidates,
              const std::string& taken, const std::function<void()>& call);
-/// The same with run_cheapest. `text_of` names a config.
+/// The same with run_cheapest. The config's own `text_of` names it.
 template <typename Config, typename Run>
 void explain_cheapest(const Context& context, const std::string& problem,
                       const std::vector<Candidate<Config>>& candidates, const Run& run, bool writes_over_operands) {

@@ -2,11 +2,11 @@
 //
 // A call costs its launches and then the slowest of three: device memory, L2 (which feeds shared memory), and the SM
 // with most to do. What cannot overlap with these adds up. An op fills in `Work`, with the rates that its kernels
-// reach; `Tiles` is the usual way to do so for a kernel whose CTAs compute tiles in waves, where a wave takes as long
-// as one tile. The constants are an H200's; another GPU is taken for a larger or smaller H200, as only ratios matter to
-// a choice. Those without another source were fitted to the times of some 30,000 random Kronecker products and
-// gradients on every kernel that fits (bench/results/h200/kronecker_candidates.json): half of all predictions are
-// within 8%, and nine of ten within 25%.
+// reach; `Tiles` is the usual way to do so for a kernel whose CTAs, one to an SM, compute tiles in waves, where a wave
+// takes as long as one tile, its bytes through L2 included. The constants are an H200's; another GPU is taken for a
+// larger or smaller H200, as only ratios matter to a choice. Constants whose comment names no measurement were fitted
+// to the times of some 30,000 random Kronecker products and gradients on every kernel that fits
+// (bench/results/h200/kronecker_candidates.json): half of all predictions are within 8%, and nine of ten within 25%.
 #pragma once
 
 #include <algorithm>
@@ -14,13 +14,15 @@
 
 namespace fretwork::cost {
 
-inline constexpr double kLaunch = 4.3;  ///< µs of an empty call, from one event to the next
-/// µs of each further kernel, which needs what the one before has written: the merge of split keys in attention.
+inline constexpr double kLaunch = 4.3;  ///< µs between two events with an empty kernel between them
+/// µs of each further kernel that waits for the one before, such as attention's merge of split keys.
 inline constexpr double kNextLaunch = 2.0;
 inline constexpr double kMultiprocessors = 132;
-inline constexpr double kMemory = 3.5e6;  ///< bytes per µs of device memory that kernels reach
-inline constexpr double kRamp = 2.0;  ///< µs until memory delivers so much, and after the last CTA has nothing to do
-/// Bytes per µs from L2 where all SMs read the same again: 8 tiles of queries against 32,768 keys take 217 µs, one 55.
+inline constexpr double kMemory =
+    3.5e6;                            ///< bytes per µs of device memory; a kernel that reaches less has its own rate
+inline constexpr double kRamp = 2.0;  ///< µs lost at both ends of a kernel, while memory traffic rises and falls
+/// Bytes per µs from L2 when all SMs read the same bytes again. From decoding: 8 tiles of queries against 32,768 keys
+/// take 217 µs, one takes 55.
 inline constexpr double kL2 = 5.5e6;
 inline constexpr double kMostL2 = 1.1e5;  ///< bytes per µs that one SM can read from L2
 
@@ -41,18 +43,18 @@ struct Rates {
   double start;             ///< µs of a tile before its first product and after its last
   double l2;                ///< bytes per µs from L2, all SMs together
   double ops;               ///< operations per µs of one SM; a multiply-add is two
-  double step = 0;          ///< µs of a step at least
+  double step = 0;          ///< the least that a step takes, µs
   double memory = kMemory;  ///< bytes per µs of device memory
 };
 
 /// A kernel that computes tiles, each in steps that fetch operands and multiply them.
 struct Tiles {
-  double count;       ///< of all
-  double at_once;     ///< that the machine computes at the same time
-  double steps;       ///< of a tile
-  double bytes, ops;  ///< of a CTA in a step
+  double count;       ///< number of tiles
+  double at_once;     ///< tiles in flight on the machine
+  double steps;       ///< steps per tile
+  double bytes, ops;  ///< per CTA and step
   double out;         ///< bytes that a CTA writes for its tile
-  double ctas = 1;    ///< of a tile
+  double ctas = 1;    ///< CTAs that share a tile
 };
 
 /// Without launches. `memory` is what the kernel moves to and from device memory, in bytes.
@@ -61,17 +63,17 @@ inline double microseconds(const Tiles& tiles, const Rates& rates, double memory
   const double active = std::min(tiles.count, tiles.at_once) * tiles.ctas;
   const double l2 = std::min(rates.l2 * scale / active, kMostL2);
   const double fetch = tiles.bytes / l2, multiply = tiles.ops / rates.ops;
-  // Fetching and multiplying overlap, but for a tenth.
+  // Fetching and multiplying overlap; the shorter one adds a tenth of its time.
   const double step = std::max(std::max(fetch, multiply) + 0.1 * std::min(fetch, multiply), rates.step);
   const double waves = std::ceil(tiles.count / tiles.at_once);
   const double moved = kRamp + memory / (rates.memory * scale);
   const double computed = waves * (rates.start + tiles.steps * step + tiles.out / l2);
-  // So do tiles and device memory, but for a twentieth.
+  // So do tiles and device memory; the shorter one adds a twentieth.
   const Work work{.memory = moved, .busiest = computed, .serial = 0.05 * std::min(moved, computed)};
   return work.without_launches();
 }
 
-/// One more pass over memory, in a launch of its own.
+/// One more pass over memory, in a launch of its own, which `start` includes.
 inline double pass(double start, double bytes, double rate, double multiprocessors) {
   return start + bytes / (rate * multiprocessors / kMultiprocessors);
 }

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "kronecker/families.h"
-#include "ops/kronecker/cuda/launch.h"
+#include "ops/kronecker/cuda/families.h"
 #include "support/activated.h"
 #include "support/device_tensor.h"
 

@@ -17,7 +17,7 @@
 #include "device/divide.cuh"
 #include "fretwork/error.h"
 #include "kronecker/families.h"
-#include "ops/kronecker/cuda/launch.h"
+#include "ops/kronecker/cuda/families.h"
 #include "pattern/checks.h"
 #include "runtime/kernels.h"
 #include "runtime/nvrtc.h"

@@ -6,7 +6,7 @@
 
 #include "fretwork/error.h"
 #include "ops/kronecker/config.h"
-#include "ops/kronecker/cuda/launch.h"
+#include "ops/kronecker/cuda/families.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 

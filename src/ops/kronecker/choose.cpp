@@ -7,14 +7,14 @@
 #include <vector>
 
 #include "ops/kronecker/config.h"
-#include "ops/kronecker/cuda/launch.h"
+#include "ops/kronecker/cuda/families.h"
 #include "runtime/cost.h"
 #include "runtime/cuda_driver.h"
 
 namespace fretwork::kronecker {
 namespace {
 
-namespace driver = fretwork::cuda;
+namespace driver = fretwork::cuda;  // kronecker::cuda hides it
 
 /// A family's three functions, for products or for gradients.
 template <typename Any>
@@ -62,7 +62,7 @@ Functions<WeightProblem> functions_of(const WeightProblem& /*problem*/, Family f
   }
 }
 
-/// Every config that there is a kernel for.
+/// Every config that there is a kernel for. `cluster` is among those of `strided`.
 std::vector<Config> all_configs(const Problem& problem, const Machine& machine) {
   std::vector<Config> list{{Family::direct}, {Family::few}, {Family::ieee}, {Family::ieee_regroup}};
   for (const Family family : {Family::hopper, Family::dense, Family::interleaved, Family::regroup}) {
@@ -93,7 +93,7 @@ std::vector<Candidate<Config>> candidates_of(const Any& problem, const Machine& 
   return list;
 }
 
-/// Everything that fits() and cost() look at. Pointers count by their last bits.
+/// The key of a choice: everything that fits() and cost() look at. Pointers count by their place in 16 bytes.
 using Numbers = std::array<std::int64_t, 18>;
 std::int64_t last_bits(const void* a, const void* b, const void* c) {
   const auto bits = [](const void* data) {
@@ -102,8 +102,10 @@ std::int64_t last_bits(const void* a, const void* b, const void* c) {
   return bits(a) | bits(b) << 4 | bits(c) << 8;
 }
 std::int64_t settings(DType dtype, const Context& context) {
+  const std::string arch = driver::kernel_arch(context.device.index);  // which FRETWORK_ARCH may change
   return static_cast<std::int64_t>(dtype) | static_cast<std::int64_t>(context.precision) << 8 |
-         std::int64_t{context.device.index} << 16;
+         std::int64_t{driver::arch_number(arch)} << 16 | std::int64_t{arch.ends_with('a')} << 31 |
+         std::int64_t{context.device.index} << 32;
 }
 Numbers numbers_of(const Problem& p, const Context& context) {
   const auto& [a, b, c, d] = p.sizes;
@@ -137,7 +139,7 @@ Numbers numbers_of(const WeightProblem& p, const Context& context) {
           p.x.feature,
           p.d_y.batch,
           p.d_y.feature,
-          -1,
+          0,
           0,
           0,
           0,

@@ -9,7 +9,7 @@
 #include "fretwork/error.h"
 #include "ops/kronecker/chain.h"
 #include "ops/kronecker/config.h"
-#include "ops/kronecker/cuda/launch.h"
+#include "ops/kronecker/cuda/families.h"
 #include "ops/kronecker/problem.h"
 #include "pattern/checks.h"
 

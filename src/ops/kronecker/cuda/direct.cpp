@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "ops/kronecker/cuda/launch.h"
+#include "ops/kronecker/cuda/families.h"
 #include "ops/kronecker/cuda/params.h"
 #include "runtime/alignment.h"
 #include "runtime/cost.h"

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "ops/kronecker/cuda/launch.h"
+#include "ops/kronecker/cuda/families.h"
 #include "ops/kronecker/cuda/params.h"
 #include "runtime/alignment.h"
 #include "runtime/cost.h"

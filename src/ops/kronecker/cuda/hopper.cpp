@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "ops/kronecker/cuda/launch.h"
+#include "ops/kronecker/cuda/families.h"
 
 namespace fretwork::kronecker::hopper {
 namespace {

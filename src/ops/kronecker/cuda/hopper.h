@@ -7,7 +7,7 @@
 #include <optional>
 #include <string>
 
-#include "ops/kronecker/cuda/launch.h"
+#include "ops/kronecker/cuda/families.h"
 #include "ops/kronecker/cuda/params.h"
 #include "runtime/cost.h"
 #include "runtime/cuda_driver.h"

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "ops/kronecker/cuda/families.h"
 #include "ops/kronecker/cuda/hopper.h"
-#include "ops/kronecker/cuda/launch.h"
 
 namespace fretwork::kronecker::hopper {
 namespace {

@@ -5,7 +5,7 @@
 #include <span>
 #include <string>
 
-#include "ops/kronecker/cuda/launch.h"
+#include "ops/kronecker/cuda/families.h"
 #include "ops/kronecker/cuda/params.h"
 #include "runtime/alignment.h"
 #include "runtime/cost.h"

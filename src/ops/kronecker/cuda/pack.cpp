@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "ops/kronecker/cuda/launch.h"
+#include "ops/kronecker/cuda/families.h"
 #include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"

@@ -98,9 +98,9 @@ struct Explained {
   double microseconds;
 };
 /// Runs `call`, which answers the name of the candidate that it took, and prints to standard error what was called, the
-/// candidates with their costs, the one taken and the time it took. The time is that of a second call, when
-/// kernels have been compiled. A call that writes over its operands runs once. While a graph is captured, it runs once
-/// and is not timed.
+/// candidates with their costs, the one taken and the time it took. The time is the mean of ten more calls,
+/// when kernels have been compiled. A call that writes over its operands runs once. While a graph is captured, it runs
+/// once and is not timed.
 void explain(const Context& context, const std::string& problem, std::vector<Explained> candidates,
              const std::function<std::string()>& call, bool writes_over_operands = false);
 /// The same where it is known what will be taken, and no operand is written over.

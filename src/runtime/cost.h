@@ -6,7 +6,8 @@
 // takes as long as one tile, its bytes through L2 included. The constants are an H200's; another GPU is taken for a
 // larger or smaller H200, as only ratios matter to a choice. Constants whose comment names no measurement were fitted
 // to the times of some 30,000 random Kronecker products and gradients on every kernel that fits
-// (bench/results/h200/kronecker_candidates.json): half of all predictions are within 8%, and nine of ten within 25%.
+// (bench/results/h200/kronecker_candidates.json has a sample): half of all predictions are within 12%, and nine of ten
+// within 40%.
 #pragma once
 
 #include <algorithm>

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "ops/kronecker/config.h"
@@ -24,7 +25,8 @@ struct Functions {
   void (*launch)(const Any&, const Config&, Context&);
 };
 
-Functions<Problem> functions_of(const Problem& /*problem*/, Family family) {
+template <typename Any>
+Functions<Any> functions_of(Family family) {
   switch (family) {
     case Family::hopper:
     case Family::regroup:
@@ -34,29 +36,16 @@ Functions<Problem> functions_of(const Problem& /*problem*/, Family family) {
     case Family::strided:
     case Family::cluster:
       return {strided::fits, strided::cost, strided::launch};
-    case Family::direct:
-      return {direct::fits, direct::cost, direct::launch};
-    case Family::few:
-      return {few::fits, few::cost, few::launch};
     case Family::ieee:
     case Family::ieee_regroup:
       return {ieee::fits, ieee::cost, ieee::launch};
-    default:
-      return {generic::fits, generic::cost, generic::launch};
-  }
-}
-Functions<WeightProblem> functions_of(const WeightProblem& /*problem*/, Family family) {
-  switch (family) {
-    case Family::hopper:
-    case Family::regroup:
-    case Family::dense:
-    case Family::interleaved:
-      return {hopper::fits, hopper::cost, hopper::launch};
-    case Family::strided:
-    case Family::cluster:
-      return {strided::fits, strided::cost, strided::launch};
-    case Family::ieee:
-      return {ieee::fits, ieee::cost, ieee::launch};
+    case Family::direct:
+    case Family::few:
+      if constexpr (std::is_same_v<Any, Problem>) {  // of products only
+        return family == Family::few ? Functions<Any>{few::fits, few::cost, few::launch}
+                                     : Functions<Any>{direct::fits, direct::cost, direct::launch};
+      }
+      [[fallthrough]];
     default:
       return {generic::fits, generic::cost, generic::launch};
   }
@@ -85,7 +74,7 @@ template <typename Any>
 std::vector<Candidate<Config>> candidates_of(const Any& problem, const Machine& machine) {
   std::vector<Candidate<Config>> list;
   for (const Config& config : all_configs(problem, machine)) {
-    const Functions<Any> family = functions_of(problem, config.family);
+    const Functions<Any> family = functions_of<Any>(config.family);
     if (family.fits(problem, config, machine)) {
       list.push_back({config, cost::kLaunch + family.cost(problem, config, machine)});
     }
@@ -107,47 +96,17 @@ std::int64_t settings(DType dtype, const Context& context) {
          std::int64_t{driver::arch_number(arch)} << 16 | std::int64_t{arch.ends_with('a')} << 31 |
          std::int64_t{context.device.index} << 32;
 }
+Numbers numbers_of(const Sizes& s, std::int64_t batch, const Matrix& x, const Matrix& y, const Weights& w,
+                   const Vector& bias, bool last, std::int64_t settings) {
+  const std::int64_t pointers = last_bits(x.data, y.data, w.data), has_bias = bias.data != nullptr;
+  return {s.a, s.b, s.c, s.d, batch,       x.batch,  x.feature, y.batch,  y.feature,
+          w.a, w.b, w.c, w.d, bias.stride, has_bias, last,      pointers, settings};
+}
 Numbers numbers_of(const Problem& p, const Context& context) {
-  const auto& [a, b, c, d] = p.sizes;
-  return {a,
-          b,
-          c,
-          d,
-          p.batch,
-          p.x.batch,
-          p.x.feature,
-          p.y.batch,
-          p.y.feature,
-          p.w.a,
-          p.w.b,
-          p.w.c,
-          p.w.d,
-          p.bias.stride,
-          p.bias.data != nullptr,
-          p.last,
-          last_bits(p.x.data, p.y.data, p.w.data),
-          settings(p.dtype, context)};
+  return numbers_of(p.sizes, p.batch, p.x, p.y, p.w, p.bias, p.last, settings(p.dtype, context));
 }
 Numbers numbers_of(const WeightProblem& p, const Context& context) {
-  const auto& [a, b, c, d] = p.sizes;
-  return {a,
-          b,
-          c,
-          d,
-          p.batch,
-          p.x.batch,
-          p.x.feature,
-          p.d_y.batch,
-          p.d_y.feature,
-          0,
-          0,
-          0,
-          0,
-          0,
-          0,
-          0,
-          last_bits(p.x.data, p.d_y.data, nullptr),
-          settings(p.dtype, context)};
+  return numbers_of(p.sizes, p.batch, p.x, p.d_y, {}, {}, false, settings(p.dtype, context));
 }
 
 template <typename Any>
@@ -176,7 +135,7 @@ void explain_launch(const Any& problem, const Config& config, Context& context) 
   text.back() = ')';
   text += std::string(" ") + fretwork::name_of(problem.dtype) + ", " + std::to_string(problem.batch) + " rows";
   explain(context, text, std::move(list), text_of(config),
-          [&] { functions_of(problem, config.family).launch(problem, config, context); });
+          [&] { functions_of<Any>(config.family).launch(problem, config, context); });
 }
 
 template <typename Any>
@@ -184,37 +143,35 @@ void launch(const Any& problem, const Config& config, Context& context) {
   if (explains()) [[unlikely]] {
     return explain_launch(problem, config, context);
   }
-  functions_of(problem, config.family).launch(problem, config, context);
+  functions_of<Any>(config.family).launch(problem, config, context);
+}
+
+template <typename Any>
+void run_cheapest_kernel(const Any& problem, Context& context) {
+  const driver::DeviceScope scope(context.device.index);
+  launch(problem, chosen_lately(problem, context), context);
+}
+
+template <typename Any>
+bool run_config(const Any& problem, Context& context, const Config& config) {
+  const driver::DeviceScope scope(context.device.index);
+  if (!functions_of<Any>(config.family).fits(problem, config, machine_of(context))) {
+    return false;
+  }
+  launch(problem, config, context);
+  return true;
 }
 
 }  // namespace
 
-void cuda::run(const Problem& problem, Context& context) {
-  const driver::DeviceScope scope(context.device.index);
-  launch(problem, chosen_lately(problem, context), context);
-}
-
-void cuda::run(const WeightProblem& problem, Context& context) {
-  const driver::DeviceScope scope(context.device.index);
-  launch(problem, chosen_lately(problem, context), context);
-}
+void cuda::run(const Problem& problem, Context& context) { run_cheapest_kernel(problem, context); }
+void cuda::run(const WeightProblem& problem, Context& context) { run_cheapest_kernel(problem, context); }
 
 bool cuda::run(const Problem& problem, Context& context, const Config& config) {
-  const driver::DeviceScope scope(context.device.index);
-  if (!functions_of(problem, config.family).fits(problem, config, machine_of(context))) {
-    return false;
-  }
-  launch(problem, config, context);
-  return true;
+  return run_config(problem, context, config);
 }
-
 bool cuda::run(const WeightProblem& problem, Context& context, const Config& config) {
-  const driver::DeviceScope scope(context.device.index);
-  if (!functions_of(problem, config.family).fits(problem, config, machine_of(context))) {
-    return false;
-  }
-  launch(problem, config, context);
-  return true;
+  return run_config(problem, context, config);
 }
 
 std::vector<Candidate<Config>> cuda::candidates(const Problem& problem, const Machine& machine) {

@@ -238,11 +238,6 @@ Tile tile_of(const Problem& p, const Params& params, const Cut& cut, const Conte
 
 // ---------------------------------------------------------------------------------------------- costs
 
-double memory_of(const Problem& p) {
-  const auto& [a, b, c, d] = p.sizes;
-  return 2.0 * double(a * b * c * d + p.batch * a * d * (b + c));
-}
-
 /// Each turn of a CTA is a trip to L2, and longer the more registers a lane's loads fill; memory is read meanwhile.
 /// Batch last, a load of x uses a part of a sector.
 double plain_cost(const Problem& p, int multiprocessors) {
@@ -261,7 +256,7 @@ double plain_cost(const Problem& p, int multiprocessors) {
   const double scale = multiprocessors / cost::kMultiprocessors;
   const double far = d < 32 ? 1.0 : p.x.feature == 1 ? kFarApart : kFarLast;
   const double waves = std::ceil(double(cut.ctas(p.sizes)) / at_once);
-  return (eight ? kEight : 0.0) + std::max(trip * double(cut.turns) * waves, memory_of(p) / (kMemory * scale)) +
+  return (eight ? kEight : 0.0) + std::max(trip * double(cut.turns) * waves, moved_bytes(p) / (kMemory * scale)) +
          read * far / ((v == 4 ? kL2Four : kL2) * scale);
 }
 
@@ -275,7 +270,7 @@ double piece_cost(const Problem& p, int multiprocessors) {
                              .bytes = 2.0 * double(c * (p.batch + kPieceOutputs)),
                              .ops = 2.0 * kPieceOutputs * double(c * p.batch),
                              .out = 2.0 * kPieceOutputs * double(p.batch)},
-                            kRates, memory_of(p), multiprocessors);
+                            kRates, moved_bytes(p), multiprocessors);
 }
 
 bool in_pieces(const Problem& p, int multiprocessors) {

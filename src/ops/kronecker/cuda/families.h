@@ -86,6 +86,20 @@ double cost(const WeightProblem& problem, const Config& config, const Machine& m
 void launch(const WeightProblem& problem, const Config& config, Context& context);
 }  // namespace generic
 
+/// Bytes of x and y (or d_y), and of the weights, for costs.
+inline double batch_bytes(const Sizes& s, std::int64_t batch, DType dtype) {
+  return double(batch * s.a * s.d * (s.b + s.c)) * double(size_of(dtype));
+}
+inline double weight_bytes(const Sizes& s, DType dtype) {
+  return double(s.a * s.b * s.c * s.d) * double(size_of(dtype));
+}
+inline double moved_bytes(const Problem& p) {
+  return batch_bytes(p.sizes, p.batch, p.dtype) + weight_bytes(p.sizes, p.dtype);
+}
+
+/// What the generic and the exact fp32 kernels are told of a product, but for where its operands lie.
+ProductParams product_params(const Problem& problem);
+
 /// Adds `pieces` of fp32 (or fp64) sums of `sizes`, which follow each other at `from`, into the strided `to`.
 void sum_pieces(const void* from, std::int64_t pieces, DType dtype, void* to, const std::int64_t (&sizes)[4],
                 const std::int64_t (&strides)[4], Context& context);
@@ -116,6 +130,8 @@ void regroup(const hopper::RegroupParams& params, int bytes, bool back, const Co
 /// of one δ together, where the products of d = 1 take them, and back. Three passes over memory instead of one, which
 /// pays for large blocks.
 bool regroups(const Matrix& m, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes);
+/// µs of regrouping x on the way in and y on the way out: two launches, and each byte is read and written.
+double regroup_cost(const Sizes& s, std::int64_t batch, DType dtype, double multiprocessors);
 /// Regroups; rows of `grouped` are contiguous.
 void regroup(const Matrix& m, void* grouped, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes,
              bool back, const Context& context);

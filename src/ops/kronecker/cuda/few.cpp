@@ -320,28 +320,17 @@ int choose_deltas(Problem p, unsigned fitting, bool clusters, int multiprocessor
 /// The tile on the tensor cores; its clocks are infinite where none fits. Choosing takes longer than a launch, so
 /// recent choices are cached.
 PlannedTile choose_tiles(const Problem& p, const Machine& machine) {
-  struct Kept {
-    Sizes sizes{};
-    std::int64_t batch = 0;
-    unsigned fitting = 0;
-    int multiprocessors = 0;
-    bool clusters = false;
-    bool operator==(const Kept&) const = default;
-  };
-  thread_local std::array<std::pair<Kept, PlannedTile>, 16> lately;
-  Kept now{p.sizes, p.batch, 0, machine.multiprocessors, machine.arch == "sm_90a"};
-  for (const int v : kDeltas) {
-    now.fitting |= tiles_fit(p, v, machine) ? static_cast<unsigned>(v) : 0u;
-  }
+  thread_local Lately<8, PlannedTile> lately;
   const Sizes& s = p.sizes;
-  auto& [kept, planned] =
-      lately[static_cast<std::size_t>(s.a + s.b + s.b / 16 + s.c / 8 + s.d + p.batch) % lately.size()];
-  if (now != kept) {
-    const int v = choose_deltas(p, now.fitting, now.clusters, now.multiprocessors);
-    planned = v == 0 ? PlannedTile{} : choose_tiles(p, v, now.clusters, now.multiprocessors);
-    kept = now;
+  const bool clusters = machine.arch == "sm_90a";
+  unsigned fitting = 0;
+  for (const int v : kDeltas) {
+    fitting |= tiles_fit(p, v, machine) ? static_cast<unsigned>(v) : 0u;
   }
-  return planned;
+  return lately.get({s.a, s.b, s.c, s.d, p.batch, fitting, machine.multiprocessors, clusters}, [&] {
+    const int v = choose_deltas(p, fitting, clusters, machine.multiprocessors);
+    return v == 0 ? PlannedTile{} : choose_tiles(p, v, clusters, machine.multiprocessors);
+  });
 }
 
 void launch(const Params& params, const Problem& p, std::size_t index, std::int64_t shared, Context& context) {
@@ -426,13 +415,11 @@ bool fits(const Problem& p, const Config& /*config*/, const Machine& machine) {
 double cost(const Problem& p, const Config& /*config*/, const Machine& machine) {
   // Large weights: bytes per µs from memory, and from L2 for the rows after the first.
   constexpr double kStart = 3.0, kMemory = 0.8e6, kAgain = 1.8e6;
-  const Sizes& s = p.sizes;
   const int multiprocessors = machine.multiprocessors;
   const PlannedTile planned = choose_tiles(p, machine);
   const double clocks = planned.tile.v > 0 ? planned.clocks : thread_clocks(p, multiprocessors);
   const auto groups = double(ceil_div(p.batch, std::int64_t{planned.tile.v > 0 ? kTileRows : kRows}));
-  const double weights =
-      double(s.a * s.b * s.c * s.d) * double(size_of(p.dtype)) * cost::kMultiprocessors / multiprocessors;
+  const double weights = weight_bytes(p.sizes, p.dtype) * cost::kMultiprocessors / multiprocessors;
   return std::max(clocks / kClocks, kStart + weights * (1 / kMemory + (groups - 1) / kAgain));
 }
 

@@ -149,23 +149,11 @@ ProductOperand weight_operand(const Problem& problem) {
   return operand(w.data, s.a > 1 ? w.a : 0, s.d > 1 ? w.d : 0, w.b, w.c, s.d > 1);
 }
 
-ProductParams product_params(const Problem& problem) {
-  const auto& [a, b, c, d] = problem.sizes;
-  ProductParams p{};
-  p.left = matrix_operand(problem.x, problem.sizes, c, false);
+ProductParams params_of(const Problem& problem) {
+  ProductParams p = product_params(problem);
+  p.left = matrix_operand(problem.x, problem.sizes, problem.sizes.c, false);
   p.right = weight_operand(problem);
-  p.out = matrix_operand(problem.y, problem.sizes, b, false);
-  p.bias = problem.bias.data;
-  p.bias_i = b * d * problem.bias.stride;
-  p.bias_l = problem.bias.stride;
-  p.bias_col = d * problem.bias.stride;
-  p.rows = problem.batch;
-  p.cols = b;
-  p.depth = p.piece = c;
-  p.a = a;
-  p.d = d;
-  p.pieces = 1;
-  p.activation = static_cast<int>(problem.activation);
+  p.out = matrix_operand(problem.y, problem.sizes, problem.sizes.b, false);
   return p;
 }
 
@@ -188,7 +176,7 @@ struct PackedWeights {
 };
 
 void run_portable(const Problem& problem, Context& context) {
-  ProductParams p = product_params(problem);
+  ProductParams p = params_of(problem);
   const PackedWeights weights(problem, p, machine_of(context));
   const std::int64_t elements = problem.sizes.a * problem.sizes.d * weights.matrix;
   const Workspace packed(context, weights.needed ? static_cast<std::size_t>(elements) * size_of(problem.dtype) : 0);
@@ -269,16 +257,12 @@ const KernelList kKernels{"kronecker", list_kernels, kLeastArch};
 
 // ---------------------------------------------------------------------------------------------- costs
 
-double memory_of(const Sizes& s, std::int64_t batch, DType dtype) {
-  return double(batch * s.a * s.d * (s.b + s.c) + s.a * s.b * s.c * s.d) * double(size_of(dtype));
-}
-
 /// `mma` with operands that threads copy; `unit` bytes at a time.
 double portable_cost(const Problem& problem, const Machine& machine) {
   constexpr cost::Rates k16 = {2.9, 4.5e6, 1.75e6}, kTf32 = {2.6, 3.1e6, 0.75e6};
   constexpr double kSmallCopies = 2.4, kPack = 3.0, kPackRate = 2.6e6;  // µs of a step, µs, bytes per µs
   const Sizes& s = problem.sizes;
-  const ProductParams p = product_params(problem);
+  const ProductParams p = params_of(problem);
   const double multiprocessors = machine.multiprocessors;
   const double line = 128.0 / double(size_of(problem.dtype));
   const int cols = s.b > 64 ? portable_cols(p, static_cast<int>(multiprocessors)) : 64;
@@ -292,9 +276,8 @@ double portable_cost(const Problem& problem, const Machine& machine) {
                           .ops = 2.0 * double(kRows * cols) * line,
                           .out = double(kRows * std::min<std::int64_t>(cols, s.b)) * double(size_of(problem.dtype))};
   const bool packs = PackedWeights(problem, p, machine).needed;
-  const double weights = double(s.a * s.b * s.c * s.d) * double(size_of(problem.dtype));
-  return cost::microseconds(tiles, rates, memory_of(s, problem.batch, problem.dtype), multiprocessors) +
-         (packs ? cost::pass(kPack, 2 * weights, kPackRate, multiprocessors) : 0.0);
+  return cost::microseconds(tiles, rates, moved_bytes(problem), multiprocessors) +
+         (packs ? cost::pass(kPack, 2 * weight_bytes(s, problem.dtype), kPackRate, multiprocessors) : 0.0);
 }
 
 /// FFMA on one element at a time: a step of 16 k takes as long as its loads.
@@ -302,7 +285,7 @@ double simple_cost(const Problem& problem, const Machine& machine) {
   constexpr double kStart = 6.0;
   constexpr cost::Rates k16 = {0.0, 1e9, 1e9, 6.3}, kOthers = {0.0, 1e9, 1e9, 4.6};
   const Sizes& s = problem.sizes;
-  const ProductParams p = product_params(problem);
+  const ProductParams p = params_of(problem);
   const double multiprocessors = machine.multiprocessors;
   const bool along_l = p.left.fast == 0 || p.out.fast == 0;
   const double deltas = along_l ? std::min(8.0, double(std::bit_ceil(static_cast<std::uint64_t>(s.d)))) : 1.0;
@@ -313,11 +296,28 @@ double simple_cost(const Problem& problem, const Machine& machine) {
                           .bytes = 0,
                           .ops = 0,
                           .out = 0};
-  return kStart + cost::microseconds(tiles, size_of(problem.dtype) == 2 ? k16 : kOthers,
-                                     memory_of(s, problem.batch, problem.dtype), multiprocessors);
+  return kStart +
+         cost::microseconds(tiles, size_of(problem.dtype) == 2 ? k16 : kOthers, moved_bytes(problem), multiprocessors);
 }
 
 }  // namespace
+
+ProductParams product_params(const Problem& problem) {
+  const auto& [a, b, c, d] = problem.sizes;
+  ProductParams p{};
+  p.bias = problem.bias.data;
+  p.bias_i = b * d * problem.bias.stride;
+  p.bias_l = problem.bias.stride;
+  p.bias_col = d * problem.bias.stride;
+  p.rows = problem.batch;
+  p.cols = b;
+  p.depth = p.piece = c;
+  p.a = a;
+  p.d = d;
+  p.pieces = 1;
+  p.activation = static_cast<int>(problem.activation);
+  return p;
+}
 
 void sum_pieces(const void* from, std::int64_t pieces, DType dtype, void* to, const std::int64_t (&sizes)[4],
                 const std::int64_t (&strides)[4], Context& context) {
@@ -350,7 +350,7 @@ void sum_batch(const WeightProblem& problem, Context& context) {
 namespace generic {
 
 bool fits(const Problem& problem, const Config& config, const Machine& machine) {
-  const ProductParams p = product_params(problem);
+  const ProductParams p = params_of(problem);
   return config.family == Family::simple || tensor_cores(p, problem.dtype, true, machine) ||
          PackedWeights(problem, p, machine).needed;
 }
@@ -361,7 +361,7 @@ double cost(const Problem& problem, const Config& config, const Machine& machine
 
 void launch(const Problem& problem, const Config& config, Context& context) {
   if (config.family == Family::simple) {
-    ProductParams p = product_params(problem);
+    ProductParams p = params_of(problem);
     launch_simple(p, problem.dtype, false, context);
   } else {
     run_portable(problem, context);

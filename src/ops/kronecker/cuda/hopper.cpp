@@ -343,12 +343,6 @@ cost::Tiles tiles_of(const Sizes& s, std::int64_t row_tiles, int width, DType dt
           .out = kRows * double(std::min<std::int64_t>(width, s.b)) * bytes_of(dtype)};
 }
 
-/// Bytes of x, y and the weights.
-double memory_of(const Problem& p) {
-  const Sizes& s = p.sizes;
-  return double(p.batch * s.a * s.d * (s.b + s.c) + s.a * s.b * s.c * s.d) * bytes_of(p.dtype);
-}
-
 const cost::Rates& rates_of(DType dtype) { return dtype == DType::f32 ? kRatesTf32 : kRates16; }
 
 /// Packing, `copies` of each weight written. The product is launched behind it and waits little.
@@ -372,20 +366,20 @@ double direct_cost(const Problem& p, int width, double multiprocessors) {
     rates.step = p.dtype == DType::f32 ? kByThreadsTf32 : kByThreads16;
   }
   return cost::microseconds(tiles_of(p.sizes, layout->row_tiles(p.batch), width, p.dtype, multiprocessors), rates,
-                            memory_of(p), multiprocessors) +
+                            moved_bytes(p), multiprocessors) +
          weights_cost(p, multiprocessors);
 }
 
 double regrouped_cost(const Problem& p, int width, double multiprocessors) {
   return cost::microseconds(tiles_of(p.sizes, ceil_div(p.batch, kRows), width, p.dtype, multiprocessors),
-                            rates_of(p.dtype), memory_of(p), multiprocessors) +
+                            rates_of(p.dtype), moved_bytes(p), multiprocessors) +
          pack_cost(p, 1, multiprocessors) + regroup_cost(p.sizes, p.batch, p.dtype, multiprocessors);
 }
 
 double dense_cost(const Problem& p, int width, double multiprocessors) {
   const Sizes whole{p.sizes.a, p.sizes.b * p.sizes.d, p.sizes.c * p.sizes.d, 1};
   return cost::microseconds(tiles_of(whole, ceil_div(p.batch, kRows), width, p.dtype, multiprocessors),
-                            rates_of(p.dtype), memory_of(p), multiprocessors) +
+                            rates_of(p.dtype), moved_bytes(p), multiprocessors) +
          1.2 * pack_cost(p, p.sizes.d, multiprocessors);  // zeros are written too
 }
 
@@ -394,7 +388,7 @@ double interleaved_cost(const Problem& p, int width, double multiprocessors) {
   cost::Tiles tiles = tiles_of({p.sizes.a, p.sizes.b, p.sizes.c * p.sizes.d, 1}, ceil_div(p.batch, kRows), width,
                                p.dtype, multiprocessors);
   tiles.out *= double(p.sizes.d);
-  return cost::microseconds(tiles, kRates, memory_of(p), multiprocessors) + 1.2 + pack_cost(p, 1, multiprocessors);
+  return cost::microseconds(tiles, kRates, moved_bytes(p), multiprocessors) + 1.2 + pack_cost(p, 1, multiprocessors);
 }
 
 /// Tiles are counted in 31 bits.

@@ -98,11 +98,4 @@ inline std::optional<TiledView> grouped_view(void* data, std::int64_t width, std
 /// What `product` and `gradient` reach (runtime/cost.h), of 16-bit types and in tf32.
 inline constexpr cost::Rates kRates16 = {1.05, 14.6e6, 6.37e6}, kRatesTf32 = {1.49, 11.2e6, 3.04e6};
 
-/// Regrouping x or y on the way in and out: two launches, and each byte is read and written.
-inline double regroup_cost(const Sizes& s, std::int64_t batch, DType dtype, double multiprocessors) {
-  constexpr double kLaunches = 6.8;  // µs of two passes over nothing
-  const double bytes = double(batch * s.a * s.d * (s.b + s.c)) * bytes_of(dtype);
-  return cost::pass(kLaunches, 2 * bytes, cost::kMemory, multiprocessors);
-}
-
 }  // namespace fretwork::kronecker::hopper

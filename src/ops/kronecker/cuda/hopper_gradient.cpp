@@ -292,14 +292,13 @@ double gradient_cost(const WeightProblem& p, const GradientTile& tile, const cos
   constexpr double kReduce = 4.6, kReduceRate = 1.24e6;  // µs, and bytes of partial sums per µs
   const Sizes& s = p.sizes;
   const GradientCut cut(p, p.batch, tile, narrowed(static_cast<std::int64_t>(multiprocessors)));
-  const double memory = double(p.batch * s.a * s.d * (s.b + s.c)) * bytes_of(p.dtype);
   const cost::Tiles tiles{.count = double(cut.tiles() * cut.parts.count),
                           .at_once = multiprocessors,
                           .steps = double(cut.parts.steps),
                           .bytes = double(tile.stage_bytes),
                           .ops = 2.0 * kRows * tile.width * tile.deltas * double(line_of(p.dtype)),
                           .out = 4.0 * kRows * double(std::min<std::int64_t>(tile.width, s.c)) * tile.deltas};
-  return cost::microseconds(tiles, rates, memory, multiprocessors) +
+  return cost::microseconds(tiles, rates, batch_bytes(s, p.batch, p.dtype), multiprocessors) +
          cost::pass(kReduce, 4.0 * double(cut.parts.count * cut.floats(s)), kReduceRate, multiprocessors);
 }
 

@@ -94,22 +94,11 @@ ProductOperand operand(const Matrix& m, const Sizes& s, std::int64_t width, bool
           0};
 }
 
-ProductParams product_params(const Problem& problem) {
-  const auto& [a, b, c, d] = problem.sizes;
-  ProductParams p{};
-  p.left = operand(problem.x, problem.sizes, c, false);
-  p.out = operand(problem.y, problem.sizes, b, false);
-  p.bias = problem.bias.data;
-  p.bias_i = b * d * problem.bias.stride;
-  p.bias_l = problem.bias.stride;
-  p.bias_col = d * problem.bias.stride;
-  p.rows = problem.batch;
-  p.cols = b;
-  p.depth = p.piece = c;
-  p.a = a;
-  p.d = p.l_groups = d;
-  p.pieces = 1;
-  p.activation = static_cast<int>(problem.activation);
+ProductParams params_of(const Problem& problem) {
+  ProductParams p = product_params(problem);
+  p.left = operand(problem.x, problem.sizes, problem.sizes.c, false);
+  p.out = operand(problem.y, problem.sizes, problem.sizes.b, false);
+  p.l_groups = problem.sizes.d;
   return p;
 }
 
@@ -168,7 +157,7 @@ DeltaTile delta_tile(int v, std::int64_t cols, int warps) {
 void run_deltas(const Problem& problem, int v, Context& context) {
   const auto& [a, b, c, d] = problem.sizes;
   const Weights& w = problem.w;
-  ProductParams p = product_params(problem);
+  ProductParams p = params_of(problem);
   const bool plain = w.d == 1 && w.c == d && w.b % 4 == 0 && (a == 1 || w.a % 4 == 0) && is_aligned(w.data, 16);
   const Workspace packed(context, plain ? 0 : static_cast<std::size_t>(a * b * c * d) * 4);
   p.right = {w.data, w.a, 1, w.b, d, 0, 0};
@@ -214,7 +203,7 @@ void launch_lines(ProductParams& p, const LineWeights& weights, bool depth_inner
 }
 
 void run_lines(const Problem& problem, bool depth_inner, Context& context) {
-  ProductParams p = product_params(problem);
+  ProductParams p = params_of(problem);
   launch_lines(p, LineWeights(problem, context), depth_inner, context);
 }
 
@@ -234,7 +223,7 @@ void run_regrouped(const Problem& problem, Context& context) {
     part.x.data = static_cast<float*>(problem.x.data) + first * problem.x.batch;
     part.y.data = static_cast<float*>(problem.y.data) + first * problem.y.batch;
     regroup(part.x, x.data(), s.c, part.batch, s, 4, false, context);
-    ProductParams p = product_params(part);
+    ProductParams p = params_of(part);
     p.left = {x.data(), s.d * s.c, s.c, wide_x, 1, 2, 0};
     p.out = {y.data(), s.d * s.b, s.b, wide_y, 1, 2, 0};
     launch_lines(p, weights, true, context);
@@ -273,22 +262,22 @@ struct GradientOrder {
 constexpr double kLineOps = 3.3e5, kDeltaOps = 2.4e5, kStart = 2.5, kL2 = 6e6, kOrder = 3.5;
 
 /// `rows` × `cols` tiles of `threads`, of which an SM has 256 at once.
-double tile_cost(const Sizes& s, std::int64_t batch, std::int64_t rows, std::int64_t cols, std::int64_t v, int threads,
-                 double ops, double multiprocessors) {
+double tile_cost(const Problem& p, std::int64_t rows, std::int64_t cols, std::int64_t v, int threads, double ops,
+                 double multiprocessors) {
+  const Sizes& s = p.sizes;
   const double together = 256.0 / threads;
-  const cost::Tiles tiles{.count = double(ceil_div(batch, rows) * ceil_div(s.b, cols) * s.a * ceil_div(s.d, v)),
+  const cost::Tiles tiles{.count = double(ceil_div(p.batch, rows) * ceil_div(s.b, cols) * s.a * ceil_div(s.d, v)),
                           .at_once = multiprocessors * together,
                           .steps = double(s.c),
                           .bytes = 4.0 * double((rows + cols) * v),
                           .ops = 2.0 * double(rows * cols * v),
                           .out = 4.0 * double(rows * cols * v)};
-  const double memory = 4.0 * double(batch * s.a * s.d * (s.b + s.c) + s.a * s.b * s.c * s.d);
-  return cost::microseconds(tiles, {kStart, kL2, ops / together}, memory, multiprocessors);
+  return cost::microseconds(tiles, {kStart, kL2, ops / together}, moved_bytes(p), multiprocessors);
 }
 
 double line_cost(const Problem& p, double multiprocessors) {
   const LineTile& t = choose(kProductLines, p.batch, p.sizes.b);
-  return tile_cost(p.sizes, p.batch, t.rows(), t.cols(), 1, t.threads(), kLineOps, multiprocessors) +
+  return tile_cost(p, t.rows(), t.cols(), 1, t.threads(), kLineOps, multiprocessors) +
          (LineWeights::plain(p) ? 0.0 : kOrder);
 }
 
@@ -313,16 +302,14 @@ double cost(const Problem& p, const Config& config, const Machine& machine) {
   const Sizes& s = p.sizes;
   const double multiprocessors = machine.multiprocessors;
   if (config.family == Family::ieee_regroup) {
-    constexpr double kLaunches = 6.8;
-    return line_cost(p, multiprocessors) +
-           cost::pass(kLaunches, 8.0 * double(p.batch * s.a * s.d * (s.b + s.c)), cost::kMemory, multiprocessors);
+    return line_cost(p, multiprocessors) + regroup_cost(s, p.batch, p.dtype, multiprocessors);
   }
   if (!reads_deltas(p)) {
     return line_cost(p, multiprocessors);
   }
   const int v = deltas_of(s.d, s.b, s.c);
   const DeltaTile t = delta_tile(v, s.b, v == 8 ? 8 : 4);
-  return tile_cost(s, p.batch, t.rows(), t.cols(), v, t.threads(), v == 8 ? kDeltaOps : kLineOps, multiprocessors);
+  return tile_cost(p, t.rows(), t.cols(), v, t.threads(), v == 8 ? kDeltaOps : kLineOps, multiprocessors);
 }
 
 void launch(const Problem& p, const Config& config, Context& context) {

@@ -10,6 +10,7 @@
 
 #include "ops/kronecker/cuda/families.h"
 #include "runtime/alignment.h"
+#include "runtime/cost.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 
@@ -214,6 +215,11 @@ void pack(const Weights& w, const Sizes& s, DType dtype, const Lines& lines, voi
                                : 1,
            context.device.index, [&] { return pack_instance(dtype, lines.tf32); })
       .launch(s.a * wide_tiles * deep_tiles, hopper::kPackThreads, 0, &params, context.stream);
+}
+
+double regroup_cost(const Sizes& s, std::int64_t batch, DType dtype, double multiprocessors) {
+  constexpr double kLaunches = 6.8;  // µs of two passes over nothing
+  return cost::pass(kLaunches, 2 * batch_bytes(s, batch, dtype), cost::kMemory, multiprocessors);
 }
 
 bool regroups(const Matrix& m, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes) {

@@ -276,9 +276,9 @@ double alone_cost(const Problem& p, const Plan& plan, int products, double multi
                           .bytes = double(tile.stage()) * wasted + (plan.resident ? 0.0 : double(plan.w_stage())),
                           .ops = 2.0 * tile.rows() * plan.slab * tile.v * tile.steps() * tile.depth(),
                           .out = double(tile.rows()) * plan.slab * tile.v * tile.size * wasted};
-  const double weights = weight_bytes(s, tile.size);
+  const double weights = weight_bytes(s, p.dtype);
   const double far_apart = 1 + 0.15 * std::max(0.0, std::log2(double(s.d) / 16));  // lines of one δ in memory
-  return cost::microseconds(tiles, rates, memory_of(s, p.batch, tile.size) + weights, multiprocessors) * far_apart +
+  return cost::microseconds(tiles, rates, moved_bytes(p), multiprocessors) * far_apart +
          cost::pass(tile.size == 2 ? kPack : kPackTf32, 2 * weights, kPackRate, multiprocessors);
 }
 
@@ -298,9 +298,8 @@ double clusters_cost(const Problem& p, const ClusterPlan& plan, double multiproc
                           .ops = 2.0 * tile.rows() * tile.columns * tile.deltas() * tile.steps() * 16,
                           .out = 2.0 * tile.rows() * tile.columns * tile.deltas(),
                           .ctas = double(size)};
-  const double weights = weight_bytes(s, 2);
-  return cost::microseconds(tiles, s.d == tile.deltas() ? kLines : kSectors, memory_of(s, p.batch, 2) + weights,
-                            multiprocessors) +
+  const double weights = weight_bytes(s, p.dtype);
+  return cost::microseconds(tiles, s.d == tile.deltas() ? kLines : kSectors, moved_bytes(p), multiprocessors) +
          cost::pass(kPack, 2 * weights, kPackRate, multiprocessors);
 }
 

@@ -106,12 +106,6 @@ inline Map make_map(const Matrix& m, std::int64_t batch, std::initializer_list<s
   return encoded(m, sizes, strides, box, swizzle);
 }
 
-/// Bytes of x and y (or d_y).
-inline double memory_of(const Sizes& s, std::int64_t batch, int size) {
-  return double(batch * s.a * s.d * (s.b + s.c)) * size;
-}
-inline double weight_bytes(const Sizes& s, int size) { return double(s.a * s.b * s.c * s.d) * size; }
-
 /// What every kernel here needs.
 inline bool suits(const Sizes& s, DType dtype, const Machine& machine) {
   return machine.number >= 80 && products_of(dtype, machine.precision) > 0 && s.d > 1 && small_enough(s);

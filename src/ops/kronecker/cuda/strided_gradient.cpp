@@ -295,7 +295,7 @@ void run_alone(const WeightProblem& problem, const Tile& tile, Context& context)
 /// The sums of `pieces`, written by one kernel and added up by another.
 double reduce_cost(const Sizes& s, std::int64_t pieces, double multiprocessors) {
   constexpr double kRate = 0.7e6;
-  return cost::pass(0.0, double(pieces) * weight_bytes(s, 4), kRate, multiprocessors);
+  return cost::pass(0.0, double(pieces) * weight_bytes(s, DType::f32), kRate, multiprocessors);
 }
 
 double alone_cost(const WeightProblem& p, const Tile& tile, double multiprocessors) {
@@ -308,7 +308,7 @@ double alone_cost(const WeightProblem& p, const Tile& tile, double multiprocesso
                           .bytes = double(tile.batch_stage()) * sectors(tile, p.sizes.d),
                           .ops = 2.0 * tile.rows() * tile.width() * tile.v * tile.batch_rows(),
                           .out = 0};
-  return cost::microseconds(tiles, tile.size == 2 ? k16 : kTf32, memory_of(p.sizes, p.batch, tile.size),
+  return cost::microseconds(tiles, tile.size == 2 ? k16 : kTf32, batch_bytes(p.sizes, p.batch, p.dtype),
                             multiprocessors) +
          reduce_cost(p.sizes, cut.pieces, multiprocessors) + (tile.v == 2 ? kShortRuns : 0.0);
 }
@@ -340,8 +340,8 @@ double clusters_cost(const WeightProblem& p, double multiprocessors) {
                          .ops = 2.0 * double(rows * columns * deltas * depth),
                          .out = 4.0 * double(rows * columns * deltas),
                          .ctas = double(size)};
-  return cost::microseconds(work, whole ? kFlat : kClusters, memory_of(s, p.batch, 2), multiprocessors) + kReduce +
-         reduce_cost(s, pieces, multiprocessors);
+  return cost::microseconds(work, whole ? kFlat : kClusters, batch_bytes(s, p.batch, p.dtype), multiprocessors) +
+         kReduce + reduce_cost(s, pieces, multiprocessors);
 }
 
 }  // namespace

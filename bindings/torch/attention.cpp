@@ -182,32 +182,34 @@ void r_softmax_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
 }
 
 void implement(torch::stable::detail::StableLibrary& m) {
-  m.impl("attention", &attention);
-  m.impl("attention_backward", &attention_backward);
-  m.impl("r_sddmm", &r_sddmm);
-  m.impl("r_softmax", &r_softmax);
-  m.impl("r_softmax_backward", &r_softmax_backward);
-  m.impl("r_spmm", &r_spmm);
-  m.impl("r_spmm_transposed", &r_spmm_transposed);
+  implement_twins(m, "attention", &attention);
+  implement_twins(m, "attention_backward", &attention_backward);
+  implement_twins(m, "r_sddmm", &r_sddmm);
+  implement_twins(m, "r_softmax", &r_softmax);
+  implement_twins(m, "r_softmax_backward", &r_softmax_backward);
+  implement_twins(m, "r_spmm", &r_spmm);
+  implement_twins(m, "r_spmm_transposed", &r_spmm_transposed);
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fretwork, m) {
-  m.def(
+  define_twins(
+      m,
       "attention(Tensor q, Tensor k, Tensor v, str patterns, float? scale, Tensor? bias, Tensor? slopes, float "
       "softcap, float dropout_p, Tensor? seed, str precision, Tensor? key_padding_mask=None) -> (Tensor out, Tensor "
       "lse)");
-  m.def(
+  define_twins(
+      m,
       "attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor d_out, Tensor? d_lse, str "
       "patterns, float? scale, Tensor? bias, Tensor? slopes, float softcap, float dropout_p, Tensor? seed, str "
       "precision, bool needs_q, bool needs_k, bool needs_v, bool needs_bias, Tensor? key_padding_mask=None) -> (Tensor "
       "d_q, Tensor d_k, Tensor d_v, Tensor d_bias)");
-  m.def("r_sddmm(Tensor q, Tensor k, str pattern) -> Tensor");
-  m.def("r_softmax(Tensor x, str pattern, float scale) -> Tensor");
-  m.def("r_softmax_backward(Tensor out, Tensor d_out, str pattern, float scale) -> Tensor");
-  m.def("r_spmm(Tensor x, Tensor v, str pattern) -> Tensor");
-  m.def("r_spmm_transposed(Tensor x, Tensor y, str pattern, SymInt heads) -> Tensor");
+  define_twins(m, "r_sddmm(Tensor q, Tensor k, str pattern) -> Tensor");
+  define_twins(m, "r_softmax(Tensor x, str pattern, float scale) -> Tensor");
+  define_twins(m, "r_softmax_backward(Tensor out, Tensor d_out, str pattern, float scale) -> Tensor");
+  define_twins(m, "r_spmm(Tensor x, Tensor v, str pattern) -> Tensor");
+  define_twins(m, "r_spmm_transposed(Tensor x, Tensor y, str pattern, SymInt heads) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(fretwork, CPU, m) { implement(m); }
 STABLE_TORCH_LIBRARY_IMPL(fretwork, CUDA, m) { implement(m); }

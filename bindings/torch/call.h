@@ -307,6 +307,21 @@ inline fretwork::BlockLayoutPtr block_layout(const char* op, const Text& key) {
   return layout;
 }
 
+using BoxedKernel = void (*)(StableIValue*, std::uint64_t, std::uint64_t);
+
+/// Defines an op and its twin, whose name begins with "_". torch runs the gradient rules of an op in Python at every
+/// call, with or without a gradient; they cost more than the call. The twin has none, and Python calls it where it has
+/// made the node itself or none is needed (python/fretwork/_torch/differentiable.py).
+inline void define_twins(torch::stable::detail::StableLibrary& m, const std::string& schema) {
+  m.def(schema.c_str());
+  m.def(("_" + schema).c_str());
+}
+
+inline void implement_twins(torch::stable::detail::StableLibrary& m, const std::string& name, BoxedKernel kernel) {
+  m.impl(name.c_str(), kernel);
+  m.impl(("_" + name).c_str(), kernel);
+}
+
 /// The context of one call: where `like` lives, on torch's stream, memory and threads.
 class Call {
  public:

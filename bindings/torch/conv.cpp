@@ -116,21 +116,24 @@ void block_conv2d_backward_values(StableIValue* stack, std::uint64_t, std::uint6
 }
 
 void implement(torch::stable::detail::StableLibrary& m) {
-  m.impl("block_conv2d", &block_conv2d);
-  m.impl("block_conv2d_backward_x", &block_conv2d_backward_x);
-  m.impl("block_conv2d_backward_values", &block_conv2d_backward_values);
+  implement_twins(m, "block_conv2d", &block_conv2d);
+  implement_twins(m, "block_conv2d_backward_x", &block_conv2d_backward_x);
+  implement_twins(m, "block_conv2d_backward_values", &block_conv2d_backward_values);
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fretwork, m) {
-  m.def(
+  define_twins(
+      m,
       "block_conv2d(Tensor x, Tensor values, Tensor? bias, str layout, int[] kernel_size, int[] stride, int[] padding, "
       "int[] dilation, str precision, bool channels_last) -> Tensor");
-  m.def(
+  define_twins(
+      m,
       "block_conv2d_backward_x(Tensor d_out, Tensor values, str layout, int[] kernel_size, int[] stride, int[] "
       "padding, int[] dilation, str precision, SymInt height, SymInt width, bool channels_last) -> Tensor");
-  m.def(
+  define_twins(
+      m,
       "block_conv2d_backward_values(Tensor x, Tensor d_out, str layout, int[] kernel_size, int[] stride, int[] "
       "padding, int[] dilation, str precision) -> Tensor");
 }

@@ -284,48 +284,55 @@ void nothing(StableIValue* stack, std::uint64_t, std::uint64_t) {
 }
 
 void implement(torch::stable::detail::StableLibrary& m) {
-  m.impl("sdd", &sdd);
-  m.impl("dsd", &dsd);
-  m.impl("dds", &dds);
-  m.impl("ksmm", &ksmm);
-  m.impl("ksmm_chain", &ksmm_chain);
-  m.impl("ksmm_backward_weight", &ksmm_backward_weight);
-  m.impl("block_softmax", &block_softmax);
-  m.impl("block_softmax_backward", &block_softmax_backward);
-  m.impl("block_pack", &block_pack);
-  m.impl("block_unpack", &block_unpack);
-  m.impl("kronecker_to_dense", &kronecker_to_dense);
-  m.impl("kronecker_from_dense", &kronecker_from_dense);
+  implement_twins(m, "sdd", &sdd);
+  implement_twins(m, "dsd", &dsd);
+  implement_twins(m, "dds", &dds);
+  implement_twins(m, "ksmm", &ksmm);
+  implement_twins(m, "ksmm_chain", &ksmm_chain);
+  implement_twins(m, "ksmm_backward_weight", &ksmm_backward_weight);
+  implement_twins(m, "block_softmax", &block_softmax);
+  implement_twins(m, "block_softmax_backward", &block_softmax_backward);
+  implement_twins(m, "block_pack", &block_pack);
+  implement_twins(m, "block_unpack", &block_unpack);
+  implement_twins(m, "kronecker_to_dense", &kronecker_to_dense);
+  implement_twins(m, "kronecker_from_dense", &kronecker_from_dense);
   m.impl("_nothing", &nothing);
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY(fretwork, m) {
-  m.def(
+  define_twins(
+      m,
       "sdd(Tensor a, Tensor b, str layout, bool trans_a, bool trans_b, str precision, bool sum_z, bool sum_h) -> "
       "Tensor");
-  m.def(
+  define_twins(
+      m,
       "dsd(Tensor values, Tensor b, str layout, bool trans_a, bool trans_b, str precision, bool sum_z, bool sum_h) -> "
       "Tensor");
-  m.def(
+  define_twins(
+      m,
       "dds(Tensor a, Tensor values, str layout, bool trans_a, bool trans_b, str precision, bool sum_z, bool sum_h) -> "
       "Tensor");
-  m.def("ksmm(Tensor x, Tensor w, Tensor? bias, str activation, bool bs_last, str precision) -> Tensor");
-  m.def("ksmm_chain(Tensor x, Tensor[] weights, Tensor? bias, str activation, bool bs_last, str precision) -> Tensor");
-  m.def(
+  define_twins(m, "ksmm(Tensor x, Tensor w, Tensor? bias, str activation, bool bs_last, str precision) -> Tensor");
+  define_twins(
+      m, "ksmm_chain(Tensor x, Tensor[] weights, Tensor? bias, str activation, bool bs_last, str precision) -> Tensor");
+  define_twins(
+      m,
       "ksmm_backward_weight(Tensor x, Tensor d_out, SymInt a, SymInt d, bool bs_last, str precision, bool bias) -> "
       "(Tensor, Tensor)");
-  m.def(
+  define_twins(
+      m,
       "block_softmax(Tensor values, str layout, float scale, Tensor? rpe, Tensor? key_padding_mask, Tensor? attn_mask, "
       "str key_padding_mask_mode, str attn_mask_mode) -> Tensor");
-  m.def(
+  define_twins(
+      m,
       "block_softmax_backward(Tensor out, Tensor d_out, str layout, float scale, str rpe, ScalarType rpe_dtype) -> "
       "(Tensor, Tensor)");
-  m.def("block_pack(Tensor dense, str layout) -> Tensor");
-  m.def("block_unpack(Tensor values, str layout, float fill) -> Tensor");
-  m.def("kronecker_to_dense(Tensor w) -> Tensor");
-  m.def("kronecker_from_dense(Tensor dense, int a, int b, int c, int d) -> (Tensor w, Tensor outside)");
+  define_twins(m, "block_pack(Tensor dense, str layout) -> Tensor");
+  define_twins(m, "block_unpack(Tensor values, str layout, float fill) -> Tensor");
+  define_twins(m, "kronecker_to_dense(Tensor w) -> Tensor");
+  define_twins(m, "kronecker_from_dense(Tensor dense, int a, int b, int c, int d) -> (Tensor w, Tensor outside)");
   m.def("_nothing(Tensor x) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(fretwork, CPU, m) { implement(m); }

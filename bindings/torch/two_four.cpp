@@ -236,38 +236,37 @@ void matmul(StableIValue* stack, std::uint64_t, std::uint64_t) {
 }
 
 void implement(torch::stable::detail::StableLibrary& m) {
-  m.impl("two_four_compress", &compress);
+  implement_twins(m, "two_four_compress", &compress);
   m.impl("two_four_check", &check);
   m.impl("two_four_canonical", &canonical);
-  m.impl("two_four_to_dense", &to_dense);
-  m.impl("two_four_gather", &gather);
-  m.impl("two_four_prune", &prune);
-  m.impl("two_four_prune_both", &prune_both);
-  m.impl("two_four_matmul", &matmul);
-  m.impl("_two_four_matmul", &matmul);
+  implement_twins(m, "two_four_to_dense", &to_dense);
+  implement_twins(m, "two_four_gather", &gather);
+  implement_twins(m, "two_four_prune", &prune);
+  implement_twins(m, "two_four_prune_both", &prune_both);
+  implement_twins(m, "two_four_matmul", &matmul);
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fretwork, m) {
-  m.def(
+  define_twins(
+      m,
       "two_four_compress(Tensor dense, int dim, ScalarType metadata_dtype, bool validate) -> (Tensor values, Tensor "
       "metadata)");
   m.def("two_four_check(Tensor dense, int dim) -> Tensor");
   m.def(
       "two_four_canonical(Tensor values, Tensor metadata, int dim, bool keep_valid) -> (Tensor metadata, Tensor bad)");
-  m.def("two_four_to_dense(Tensor values, Tensor metadata, int dim) -> Tensor");
-  m.def("two_four_gather(Tensor dense, Tensor metadata, int dim) -> Tensor");
-  m.def("two_four_prune(Tensor dense, int dim, bool transposable) -> Tensor");
-  m.def(
+  define_twins(m, "two_four_to_dense(Tensor values, Tensor metadata, int dim) -> Tensor");
+  define_twins(m, "two_four_gather(Tensor dense, Tensor metadata, int dim) -> Tensor");
+  define_twins(m, "two_four_prune(Tensor dense, int dim, bool transposable) -> Tensor");
+  define_twins(
+      m,
       "two_four_prune_both(Tensor dense, ScalarType metadata_dtype) -> (Tensor row_values, Tensor row_metadata, Tensor "
       "col_values, Tensor col_metadata)");
-  // The second has no gradient: rules for one run in Python at every call, and cost more than the call.
-  for (const std::string name : {"two_four_matmul", "_two_four_matmul"}) {
-    m.def((name + "(Tensor values, Tensor metadata, Tensor dense, Tensor? bias, str activation, ScalarType? out_dtype, "
-                  "Tensor? scale_a, Tensor? scale_b, str product, str precision, Tensor? scale_out=None) -> Tensor")
-              .c_str());
-  }
+  define_twins(m,
+               "two_four_matmul(Tensor values, Tensor metadata, Tensor dense, Tensor? bias, str activation, "
+               "ScalarType? out_dtype, "
+               "Tensor? scale_a, Tensor? scale_b, str product, str precision, Tensor? scale_out=None) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(fretwork, CPU, m) { implement(m); }
 STABLE_TORCH_LIBRARY_IMPL(fretwork, CUDA, m) { implement(m); }

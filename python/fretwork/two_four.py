@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 from torch.compiler import is_compiling
 
 from fretwork._checks import flag, refuse, whole_number
 from fretwork._library import core, two_four_order
 from fretwork._shapes import two_four_axis, two_four_cut
 from fretwork._torch.arguments import FLOATING, check_tensor, dtype_name, precision_name, torch_precision
-from fretwork._torch.private import bare, in_forward_mode
+from fretwork._torch.private import in_forward_mode
 from fretwork._torch.two_four import (
     KINDS,
     SMALL,
@@ -35,7 +35,6 @@ from fretwork._torch.two_four import (
     compress_op,
     group_of,
     matmul_op,
-    plain_matmul_op,
     prune_op,
     to_dense_op,
     words_of,
@@ -43,7 +42,6 @@ from fretwork._torch.two_four import (
 
 __all__ = ["TwoFour", "cat", "check", "compress", "from_layout", "linear", "load", "matmul", "prune", "save"]
 
-_plain_matmul = bare(plain_matmul_op)
 _ACTIVATIONS = {None: "none", "relu": "relu", "gelu": "gelu", "silu": "silu"}
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32}
 _EMPTY = 0x44  # two groups that keep their first elements: what padding holds
@@ -541,23 +539,11 @@ def _product(
     precision: str,
     scale_out: Tensor | None = None,
 ) -> Tensor:
-    """By the op with gradient rules only where they may be needed: torch looks at them in Python."""
     values = s.values
     if in_forward_mode() and not is_compiling():
         check_tensor("matmul", "values", values)  # which refuses tangents, as everywhere
-    learns = is_compiling() or (
-        is_grad_enabled()
-        and (
-            values.requires_grad
-            or dense.requires_grad
-            or (bias is not None and bias.requires_grad)
-            or (scale_a is not None and scale_a.requires_grad)
-            or (scale_b is not None and scale_b.requires_grad)
-            or (scale_out is not None and scale_out.requires_grad)
-        )
-    )
-    op = matmul_op if learns else _plain_matmul
-    return op(values, s.metadata, dense, bias, activation, out_dtype, scale_a, scale_b, product, precision, scale_out)
+    rest = (bias, activation, out_dtype, scale_a, scale_b, product, precision, scale_out)
+    return matmul_op(values, s.metadata, dense, *rest)
 
 
 def _activation(op: str, name: str | None) -> str:

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from fretwork import _shapes
-from fretwork._torch.registration import lowered, operand, ops, register_autocast
+from fretwork._torch.differentiable import DifferentiableOp
+from fretwork._torch.registration import lowered, operand, register_autocast
 from fretwork._torch.vmap import mapped, one_by_one, sample_shape
 from fretwork.patterns import Pattern
 
-attention_op, attention_backward_op = ops.attention.default, ops.attention_backward.default
+attention_op, attention_backward_op = DifferentiableOp("attention"), DifferentiableOp("attention_backward")
 
 
 def _patterns(keys: str) -> list[Pattern]:
@@ -23,7 +24,7 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-@torch.library.register_fake("fretwork::attention")
+@attention_op.register_fake
 def _attention_fake(
     q: Tensor,
     k: Tensor,
@@ -45,7 +46,7 @@ def _attention_fake(
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=_lse_dtype(q))
 
 
-@torch.library.register_fake("fretwork::attention_backward")
+@attention_backward_op.register_fake
 def _attention_backward_fake(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
@@ -144,8 +145,8 @@ def _attention_autocast(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Te
         return attention_op(*(lowered(t, dtype) for t in (q, k, v)), patterns, scale, bias, *others)
 
 
-torch.library.register_autograd("fretwork::attention", _attention_gradient, setup_context=_attention_setup)
-torch.library.register_autograd("fretwork::attention_backward", _attention_second)
-torch.library.register_vmap("fretwork::attention", _attention_vmap)
-torch.library.register_vmap("fretwork::attention_backward", _attention_backward_vmap)
+attention_op.register_gradient(_attention_gradient, _attention_setup)
+attention_backward_op.register_gradient(_attention_second)
+attention_op.register_vmap(_attention_vmap)
+attention_backward_op.register_vmap(_attention_backward_vmap)
 register_autocast("attention", _attention_autocast)

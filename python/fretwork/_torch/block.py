@@ -1,6 +1,5 @@
 """torch's rules for the block-sparse products, softmax and packing."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,14 +7,15 @@ from torch import Tensor
 
 from fretwork import _shapes
 from fretwork._shapes import Shape, both, product_shape, size
-from fretwork._torch.registration import autocast_operands, operand, ops
+from fretwork._torch.differentiable import DifferentiableOp
+from fretwork._torch.registration import autocast_operands, operand
 from fretwork._torch.vmap import one_by_one, sample_shape
 from fretwork.patterns import BlockLayout
 from fretwork.patterns.block import block_layout
 
-sdd_op, dsd_op, dds_op = ops.sdd.default, ops.dsd.default, ops.dds.default
-softmax_op, softmax_backward_op = ops.block_softmax.default, ops.block_softmax_backward.default
-pack_op, unpack_op = ops.block_pack.default, ops.block_unpack.default
+sdd_op, dsd_op, dds_op = DifferentiableOp("sdd"), DifferentiableOp("dsd"), DifferentiableOp("dds")
+softmax_op, softmax_backward_op = DifferentiableOp("block_softmax"), DifferentiableOp("block_softmax_backward")
+pack_op, unpack_op = DifferentiableOp("block_pack"), DifferentiableOp("block_unpack")
 
 # Which tensor of y = op(a)·op(b) is packed, and what its callers call a and b.
 _PACKED = {"sdd": "y", "dsd": "a", "dds": "b"}
@@ -35,8 +35,8 @@ def _rpe_shape(rpe: str, values: Tensor, layout: BlockLayout) -> list[int]:
 # The three products
 
 
-def _register_product(op: str) -> None:
-    call: Callable[..., Tensor] = getattr(ops, op).default
+def _register_product(call: DifferentiableOp) -> None:
+    op = call.name
 
     def fake(a: Tensor, b: Tensor, key: str, trans_a: bool, trans_b: bool, _: str, sum_z: bool, sum_h: bool) -> Tensor:
         layout, (first, second) = block_layout(key), _NAMES[op]
@@ -84,10 +84,10 @@ def _register_product(op: str) -> None:
         shape = product_shape(op, samples[0], samples[1], block_layout(key), trans_a, trans_b, sum_z, sum_h)
         return result.reshape(info.batch_size, *shape), 0
 
-    torch.library.register_fake(f"fretwork::{op}", fake)
-    torch.library.register_autograd(f"fretwork::{op}", backward, setup_context=setup)
-    torch.library.register_vmap(f"fretwork::{op}", vmap)
-    autocast_operands(op, 2)
+    call.register_fake(fake)
+    call.register_gradient(backward, setup)
+    call.register_vmap(vmap)
+    autocast_operands(op, 2, call)
 
 
 def _fold(tensor: Tensor, dim: int | None, batch: int, z: int, always: bool = False) -> Tensor:
@@ -99,14 +99,14 @@ def _fold(tensor: Tensor, dim: int | None, batch: int, z: int, always: bool = Fa
     return lead.expand(batch, z, *lead.shape[2:]).reshape(batch * z, *lead.shape[2:])
 
 
-for _op in _PACKED:
+for _op in (sdd_op, dsd_op, dds_op):
     _register_product(_op)
 
 
 # Softmax
 
 
-@torch.library.register_fake("fretwork::block_softmax")
+@softmax_op.register_fake
 def _softmax_fake(
     values: Tensor,
     key: str,
@@ -122,7 +122,7 @@ def _softmax_fake(
     return values.new_empty(values.shape)
 
 
-@torch.library.register_fake("fretwork::block_softmax_backward")
+@softmax_backward_op.register_fake
 def _softmax_backward_fake(
     out: Tensor, d_out: Tensor, key: str, scale: float, rpe: str, rpe_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -204,23 +204,23 @@ def _softmax_backward_vmap(
     return (d_values.reshape(batch, *sample), d_rpe), (0, 0)
 
 
-torch.library.register_autograd("fretwork::block_softmax", _softmax_gradient, setup_context=_softmax_setup)
-torch.library.register_autograd("fretwork::block_softmax_backward", _softmax_second)
-torch.library.register_vmap("fretwork::block_softmax", _softmax_vmap)
-torch.library.register_vmap("fretwork::block_softmax_backward", _softmax_backward_vmap)
+softmax_op.register_gradient(_softmax_gradient, _softmax_setup)
+softmax_backward_op.register_gradient(_softmax_second)
+softmax_op.register_vmap(_softmax_vmap)
+softmax_backward_op.register_vmap(_softmax_backward_vmap)
 
 
 # Packing
 
 
-@torch.library.register_fake("fretwork::block_pack")
+@pack_op.register_fake
 def _pack_fake(dense: Tensor, key: str) -> Tensor:
     layout = block_layout(key)
     _shapes.check_pack(operand("dense", dense), layout)
     return dense.new_empty(_batched(dense, *_shapes.packed_shape(layout)))
 
 
-@torch.library.register_fake("fretwork::block_unpack")
+@unpack_op.register_fake
 def _unpack_fake(values: Tensor, key: str, fill: float) -> Tensor:
     layout = block_layout(key)
     _shapes.check_unpack(operand("values", values), layout, fill)
@@ -256,7 +256,7 @@ def _unpack_vmap(info: Any, in_dims: tuple[Any, ...], values: Tensor, key: str, 
     return result.reshape(info.batch_size, *sample[:-3], *result.shape[1:]), 0
 
 
-torch.library.register_autograd("fretwork::block_pack", _pack_gradient, setup_context=_pack_setup)
-torch.library.register_autograd("fretwork::block_unpack", _unpack_gradient, setup_context=_unpack_setup)
-torch.library.register_vmap("fretwork::block_pack", _pack_vmap)
-torch.library.register_vmap("fretwork::block_unpack", _unpack_vmap)
+pack_op.register_gradient(_pack_gradient, _pack_setup)
+unpack_op.register_gradient(_unpack_gradient, _unpack_setup)
+pack_op.register_vmap(_pack_vmap)
+unpack_op.register_vmap(_unpack_vmap)

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from fretwork import _shapes
 from fretwork._shapes import ConvGeometry
-from fretwork._torch.registration import autocast_operands, operand, ops
+from fretwork._torch.differentiable import DifferentiableOp
+from fretwork._torch.registration import autocast_operands, operand
 from fretwork._torch.vmap import one_by_one
 from fretwork.patterns.block import block_layout
 
-conv_op = ops.block_conv2d.default
-backward_x_op, backward_values_op = ops.block_conv2d_backward_x.default, ops.block_conv2d_backward_values.default
+conv_op = DifferentiableOp("block_conv2d")
+backward_x_op, backward_values_op = (DifferentiableOp(f"block_conv2d_backward_{of}") for of in ("x", "values"))
 
 Numbers = Sequence[int]
 
@@ -32,7 +33,7 @@ def _geometry(kernel_size: Numbers, stride: Numbers, padding: Numbers, dilation:
     return ConvGeometry(*(tuple(numbers) for numbers in (kernel_size, stride, padding, dilation)))  # type: ignore[arg-type]
 
 
-@torch.library.register_fake("fretwork::block_conv2d")
+@conv_op.register_fake
 def _conv_fake(
     x: Tensor,
     values: Tensor,
@@ -51,13 +52,13 @@ def _conv_fake(
     return _empty(x, shape, channels_last)
 
 
-@torch.library.register_fake("fretwork::block_conv2d_backward_x")
+@backward_x_op.register_fake
 def _backward_x_fake(d_out: Tensor, values: Tensor, key: str, *rest: Any) -> Tensor:
     *_, height, width, channels_last = rest
     return _empty(d_out, (d_out.shape[0], block_layout(key).shape[2], height, width), channels_last)
 
 
-@torch.library.register_fake("fretwork::block_conv2d_backward_values")
+@backward_values_op.register_fake
 def _backward_values_fake(x: Tensor, d_out: Tensor, key: str, *rest: Any) -> Tensor:
     return x.new_empty(_shapes.packed_shape(block_layout(key)))
 
@@ -112,21 +113,16 @@ def _backward_values_gradient(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     return d_x, d_d_out, *(None,) * 6
 
 
-torch.library.register_autograd("fretwork::block_conv2d", _conv_gradient, setup_context=_conv_setup)
-torch.library.register_autograd(
-    "fretwork::block_conv2d_backward_x", _backward_x_gradient, setup_context=_backward_x_setup
-)
-torch.library.register_autograd(
-    "fretwork::block_conv2d_backward_values", _backward_values_gradient, setup_context=_backward_values_setup
-)
+conv_op.register_gradient(_conv_gradient, _conv_setup)
+backward_x_op.register_gradient(_backward_x_gradient, _backward_x_setup)
+backward_values_op.register_gradient(_backward_values_gradient, _backward_values_setup)
 
 
 # vmap: images that are mapped become part of N; values that are mapped take a call each.
 
 
-def _register_vmap(op: str, tensors: int, folds: bool) -> None:
+def _register_vmap(call: DifferentiableOp, tensors: int, folds: bool) -> None:
     """`folds` where only the first of the tensors, which is images, needs to be mapped."""
-    call = getattr(ops, op).default
 
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
         first, rest = arguments[:tensors], arguments[tensors:]
@@ -138,11 +134,11 @@ def _register_vmap(op: str, tensors: int, folds: bool) -> None:
                 return result.reshape(*images.shape[:2], *result.shape[1:]), 0
         return one_by_one(lambda *one: call(*one, *rest), size, dims, first)
 
-    torch.library.register_vmap(f"fretwork::{op}", vmap)
+    call.register_vmap(vmap)
 
 
-_register_vmap("block_conv2d", 3, folds=True)
-_register_vmap("block_conv2d_backward_x", 2, folds=True)
-_register_vmap("block_conv2d_backward_values", 2, folds=False)
+_register_vmap(conv_op, 3, folds=True)
+_register_vmap(backward_x_op, 2, folds=True)
+_register_vmap(backward_values_op, 2, folds=False)
 
-autocast_operands("block_conv2d", 3)
+autocast_operands("block_conv2d", 3, conv_op)

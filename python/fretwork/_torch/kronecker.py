@@ -1,5 +1,6 @@
 """torch's rules for the Kronecker products, and for the copies between their weights and dense matrices."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,12 +9,14 @@ from torch import Tensor
 from fretwork._checks import expect, fail
 from fretwork._shapes import check_floating
 from fretwork._torch.activation import before_activation
+from fretwork._torch.differentiable import DifferentiableOp, called_plainly
+from fretwork._torch.private import any_requires_grad, bare, node_apply
 from fretwork._torch.registration import autocast_operands, operand, ops
 from fretwork._torch.vmap import mapped, mapped_over_none, split
 
-ksmm_op, ksmm_chain_op = ops.ksmm.default, ops.ksmm_chain.default
-backward_weight_op = ops.ksmm_backward_weight.default
-to_dense_op, from_dense_op = ops.kronecker_to_dense.default, ops.kronecker_from_dense.default
+ksmm_op, backward_weight_op = DifferentiableOp("ksmm"), DifferentiableOp("ksmm_backward_weight")
+to_dense_op, from_dense_op = DifferentiableOp("kronecker_to_dense"), DifferentiableOp("kronecker_from_dense")
+_chain_op, _plain_chain = ops.ksmm_chain.default, bare(ops._ksmm_chain.default)
 
 
 def _check_like(op: str, x: Tensor, others: dict[str, Tensor | None]) -> None:
@@ -39,12 +42,13 @@ def _result(op: str, x: Tensor, factors: dict[str, Tensor], bias: Tensor | None,
     return x.new_empty((features, batch) if bs_last else (batch, features))
 
 
-@torch.library.register_fake("fretwork::ksmm")
+@ksmm_op.register_fake
 def _fake(x: Tensor, w: Tensor, bias: Tensor | None, activation: str, bs_last: bool, precision: str) -> Tensor:
     return _result("ksmm", x, {"w": w}, bias, bs_last)
 
 
 @torch.library.register_fake("fretwork::ksmm_chain")
+@torch.library.register_fake("fretwork::_ksmm_chain")
 def _chain_fake(
     x: Tensor, weights: list[Tensor], bias: Tensor | None, activation: str, bs_last: bool, precision: str
 ) -> Tensor:
@@ -52,7 +56,7 @@ def _chain_fake(
     return _result("ksmm_chain", x, {f"weights[{n}]": w for n, w in enumerate(weights)}, bias, bs_last)
 
 
-@torch.library.register_fake("fretwork::ksmm_backward_weight")
+@backward_weight_op.register_fake
 def _backward_weight_fake(
     x: Tensor, d_out: Tensor, a: int, d: int, bs_last: bool, precision: str, bias: bool
 ) -> tuple[Tensor, Tensor]:
@@ -93,23 +97,25 @@ def _gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     return d_x, d_w, d_bias if needs_bias else None, None, None, None
 
 
-def _chain_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weights, bias, ctx.activation, ctx.bs_last, ctx.precision = inputs
+def _save_chain(
+    ctx: Any, x: Tensor, weights: list[Tensor], bias: Tensor | None, output: Tensor, needs_weights: bool
+) -> None:
     ctx.again = ctx.activation in ("gelu", "silu")  # the sums before these are computed again, as is the middle
-    needs_w = ctx.needs_input_grad[1 : 1 + len(weights)]  # flat here, and a list of its own in the backward pass
     ctx.save_for_backward(
-        x if any(needs_w) or ctx.again else None,
+        x if needs_weights or ctx.again else None,
         bias if ctx.again else None,
         output if ctx.activation == "relu" else None,
         *weights,
     )
 
 
-def _chain_gradient(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
-    """Nothing between the factors is saved: a fused chain never writes it, and here it is computed as far as needed."""
+def _chain_gradients(
+    ctx: Any, d_out: Tensor, needs_x: bool, needs_w: Sequence[bool], needs_bias: bool
+) -> tuple[Tensor | None, list[Tensor | None], Tensor | None]:
+    """Of x, weights and bias. Nothing between the factors is saved: a fused chain never writes it, and here it is
+    computed as far as needed."""
     x, bias, out, *weights = ctx.saved_tensors
     layout = (ctx.bs_last, ctx.precision)
-    needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
     end = len(weights) - 1
     last = end if ctx.again else max((n for n, needs in enumerate(needs_w) if needs), default=0)
     before = [x]  # what comes into each factor
@@ -131,7 +137,50 @@ def _chain_gradient(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
         if not (needs_x or any(needs_w[:n])):
             break
         d_y = ksmm_op(d_y, w.transpose(1, 2), None, "none", *layout)
-    return d_y if needs_x else None, d_weights, d_bias, None, None, None
+    return d_y if needs_x else None, d_weights, d_bias
+
+
+def _chain_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weights, bias, ctx.activation, ctx.bs_last, ctx.precision = inputs
+    needs_w = ctx.needs_input_grad[1 : 1 + len(weights)]  # flat here, and a list of its own in the backward pass
+    _save_chain(ctx, x, weights, bias, output, any(needs_w))
+
+
+def _chain_gradient(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
+    return *_chain_gradients(ctx, d_out, *ctx.needs_input_grad[:3]), None, None, None
+
+
+class _Chain(torch.autograd.Function):
+    """The same node for plain calls, with the weights behind the other arguments, one by one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, activation: str, bs_last: bool, precision: str, *weights: Tensor
+    ) -> Tensor:
+        output: Tensor = _plain_chain(x, weights, bias, activation, bs_last, precision)
+        ctx.activation, ctx.bs_last, ctx.precision = activation, bs_last, precision
+        _save_chain(ctx, x, list(weights), bias, output, any(ctx.needs_input_grad[5:]))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad
+        d_x, d_weights, d_bias = _chain_gradients(ctx, gradients[0], needs[0], needs[5:], needs[1])
+        return d_x, d_bias, None, None, None, *d_weights
+
+
+_apply_chain = node_apply(_Chain)
+
+
+def ksmm_chain_op(
+    x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, activation: str, bs_last: bool, precision: str
+) -> Tensor:
+    """As a DifferentiableOp is called."""
+    if not called_plainly((x, *weights, bias)):
+        return _chain_op(x, weights, bias, activation, bs_last, precision)
+    if torch.is_grad_enabled() and any_requires_grad(x, *weights, bias):
+        return _apply_chain(x, bias, activation, bs_last, precision, *weights)
+    return _plain_chain(x, weights, bias, activation, bs_last, precision)
 
 
 def _backward_weight_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -195,22 +244,20 @@ def _backward_weight_vmap(
     return (split(d_w, size, 0), split(d_bias, size, 0) if bias else d_bias.new_empty(size, 0)), (0, 0)
 
 
-torch.library.register_autograd("fretwork::ksmm", _gradient, setup_context=_setup)
+ksmm_op.register_gradient(_gradient, _setup)
 torch.library.register_autograd("fretwork::ksmm_chain", _chain_gradient, setup_context=_chain_setup)
-torch.library.register_autograd(
-    "fretwork::ksmm_backward_weight", _backward_weight_gradient, setup_context=_backward_weight_setup
-)
-torch.library.register_vmap("fretwork::ksmm", _vmap)
+backward_weight_op.register_gradient(_backward_weight_gradient, _backward_weight_setup)
+ksmm_op.register_vmap(_vmap)
 torch.library.register_vmap("fretwork::ksmm_chain", _chain_vmap)
-torch.library.register_vmap("fretwork::ksmm_backward_weight", _backward_weight_vmap)
-autocast_operands("ksmm", 3)
-autocast_operands("ksmm_chain", 3)
+backward_weight_op.register_vmap(_backward_weight_vmap)
+autocast_operands("ksmm", 3, ksmm_op)
+autocast_operands("ksmm_chain", 3, ksmm_chain_op)
 
 
 # Dense matrices and weights. Each copy is the other's gradient: what lies outside the pattern has none.
 
 
-@torch.library.register_fake("fretwork::kronecker_to_dense")
+@to_dense_op.register_fake
 def _to_dense_fake(w: Tensor) -> Tensor:
     check_floating("to_dense", operand("w", w))
     if w.dim() != 4 or 0 in w.shape:
@@ -219,7 +266,7 @@ def _to_dense_fake(w: Tensor) -> Tensor:
     return w.new_empty(a * b * d, a * c * d)
 
 
-@torch.library.register_fake("fretwork::kronecker_from_dense")
+@from_dense_op.register_fake
 def _from_dense_fake(dense: Tensor, a: int, b: int, c: int, d: int) -> tuple[Tensor, Tensor]:
     check_floating("from_dense", operand("dense", dense))
     if tuple(dense.shape) != (a * b * d, a * c * d):
@@ -257,7 +304,7 @@ def _from_dense_vmap(
     return (torch.stack([w for w, _ in each]), torch.stack([outside for _, outside in each])), (0, 0)
 
 
-torch.library.register_autograd("fretwork::kronecker_to_dense", _to_dense_gradient, setup_context=_to_dense_setup)
-torch.library.register_autograd("fretwork::kronecker_from_dense", _from_dense_gradient, setup_context=_from_dense_setup)
-torch.library.register_vmap("fretwork::kronecker_to_dense", _to_dense_vmap)
-torch.library.register_vmap("fretwork::kronecker_from_dense", _from_dense_vmap)
+to_dense_op.register_gradient(_to_dense_gradient, _to_dense_setup)
+from_dense_op.register_gradient(_from_dense_gradient, _from_dense_setup)
+to_dense_op.register_vmap(_to_dense_vmap)
+from_dense_op.register_vmap(_from_dense_vmap)

@@ -26,6 +26,31 @@ def assert_in_graph(condition: Tensor, message: str) -> None:
     torch._assert_async(condition, message)
 
 
+_C = torch._C
+_modes, _transforms, _autocast = (
+    _C._len_torch_dispatch_stack,
+    _C._are_functorch_transforms_active,
+    _C._is_any_autocast_enabled,
+)
+_tracing = _C._get_tracing_state
+
+# Whether any of its arguments requires grad: one call for all of them.
+any_requires_grad: Callable[..., bool] = _C._any_requires_grad
+
+
+def in_plain_eager() -> bool:
+    """Whether ops run as they are called: no dispatch mode, transform, autocast or tracer of torch.jit is active.
+
+    torch has public questions for some of these, each of which costs as much as all of them here.
+    """
+    return not (_modes() or _transforms() or _autocast() or _tracing() is not None)
+
+
+def node_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`apply` without the step of Python that looks for transforms, which `in_plain_eager` has done."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
+
+
 def bare(op: Any) -> Callable[..., Any]:
     """What an op's `__call__` calls: one step of Python less, where microseconds count."""
     return op._op

@@ -34,9 +34,8 @@ def register_autocast(op: str, function: Callable[..., Any]) -> None:
         _implementations.impl(op, function, f"Autocast{device}")
 
 
-def autocast_operands(op: str, count: int) -> None:
-    """Under autocast, casts the first `count` arguments as torch casts the operands of a matmul."""
-    call = getattr(ops, op).default
+def autocast_operands(op: str, count: int, call: Callable[..., Any]) -> None:
+    """Under autocast, casts the first `count` arguments as torch casts the operands of a matmul, before `call`."""
 
     def autocast(*arguments: Any) -> Any:
         device = arguments[0].device.type

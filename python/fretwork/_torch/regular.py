@@ -10,39 +10,41 @@ import torch
 from torch import Tensor
 
 from fretwork import _shapes
-from fretwork._torch.registration import autocast_operands, operand, ops
+from fretwork._torch.differentiable import DifferentiableOp
+from fretwork._torch.registration import autocast_operands, operand
 from fretwork._torch.vmap import mapped, sample_shape
 from fretwork.patterns import Pattern
 
-r_sddmm_op, r_spmm_op, r_spmm_transposed_op = ops.r_sddmm.default, ops.r_spmm.default, ops.r_spmm_transposed.default
-r_softmax_op, r_softmax_backward_op = ops.r_softmax.default, ops.r_softmax_backward.default
+r_sddmm_op, r_spmm_op = DifferentiableOp("r_sddmm"), DifferentiableOp("r_spmm")
+r_spmm_transposed_op = DifferentiableOp("r_spmm_transposed")
+r_softmax_op, r_softmax_backward_op = DifferentiableOp("r_softmax"), DifferentiableOp("r_softmax_backward")
 
 
-@torch.library.register_fake("fretwork::r_sddmm")
+@r_sddmm_op.register_fake
 def _r_sddmm_fake(q: Tensor, k: Tensor, key: str) -> Tensor:
     pattern = Pattern.parse(key)
     width = _shapes.check_r_sddmm(operand("q", q), operand("k", k), pattern)
     return q.new_empty((*q.shape[:3], width))
 
 
-@torch.library.register_fake("fretwork::r_spmm")
+@r_spmm_op.register_fake
 def _r_spmm_fake(x: Tensor, v: Tensor, key: str) -> Tensor:
     _shapes.check_r_spmm(operand("x", x), operand("v", v), Pattern.parse(key))
     return x.new_empty((*x.shape[:3], v.shape[3]))
 
 
-@torch.library.register_fake("fretwork::r_spmm_transposed")
+@r_spmm_transposed_op.register_fake
 def _r_spmm_transposed_fake(x: Tensor, y: Tensor, key: str, heads: int) -> Tensor:
     return y.new_empty((y.shape[0], heads, Pattern.parse(key).shape[-1], y.shape[3]))
 
 
-@torch.library.register_fake("fretwork::r_softmax")
+@r_softmax_op.register_fake
 def _r_softmax_fake(x: Tensor, key: str, scale: float) -> Tensor:
     _shapes.check_r_softmax(operand("x", x), Pattern.parse(key))
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.register_fake("fretwork::r_softmax_backward")
+@r_softmax_backward_op.register_fake
 def _r_softmax_backward_fake(out: Tensor, d_out: Tensor, key: str, scale: float) -> Tensor:
     return torch.empty_like(out, memory_format=torch.contiguous_format)
 
@@ -94,9 +96,8 @@ def _r_softmax_second(ctx: Any, *gradients: Tensor) -> None:
     raise NotImplementedError("r_softmax: gradient: expected to be differentiated once, got a second time")
 
 
-def _register_folding(op: str, tensors: int) -> None:
+def _register_folding(call: DifferentiableOp, tensors: int) -> None:
     """vmap: the mapped dimension of the first `tensors` arguments becomes part of the batch."""
-    call = getattr(ops, op).default
 
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
         given = list(zip(arguments[:tensors], in_dims, strict=False))
@@ -104,18 +105,16 @@ def _register_folding(op: str, tensors: int) -> None:
         result = call(*folded, *arguments[tensors:])
         return result.unflatten(0, (info.batch_size, sample_shape(*given[0])[0])), 0
 
-    torch.library.register_vmap(f"fretwork::{op}", vmap)
+    call.register_vmap(vmap)
 
 
-torch.library.register_autograd("fretwork::r_sddmm", _r_sddmm_gradient, setup_context=_product_setup)
-torch.library.register_autograd("fretwork::r_spmm", _r_spmm_gradient, setup_context=_product_setup)
-torch.library.register_autograd(
-    "fretwork::r_spmm_transposed", _r_spmm_transposed_gradient, setup_context=_product_setup
-)
-torch.library.register_autograd("fretwork::r_softmax", _r_softmax_gradient, setup_context=_r_softmax_setup)
-torch.library.register_autograd("fretwork::r_softmax_backward", _r_softmax_second)
-for _op in ("r_sddmm", "r_spmm", "r_spmm_transposed", "r_softmax_backward"):
+r_sddmm_op.register_gradient(_r_sddmm_gradient, _product_setup)
+r_spmm_op.register_gradient(_r_spmm_gradient, _product_setup)
+r_spmm_transposed_op.register_gradient(_r_spmm_transposed_gradient, _product_setup)
+r_softmax_op.register_gradient(_r_softmax_gradient, _r_softmax_setup)
+r_softmax_backward_op.register_gradient(_r_softmax_second)
+for _op in (r_sddmm_op, r_spmm_op, r_spmm_transposed_op, r_softmax_backward_op):
     _register_folding(_op, 2)
-_register_folding("r_softmax", 1)
-for _op in ("r_sddmm", "r_spmm", "r_spmm_transposed"):
-    autocast_operands(_op, 2)
+_register_folding(r_softmax_op, 1)
+for _op in (r_sddmm_op, r_spmm_op, r_spmm_transposed_op):
+    autocast_operands(_op.name, 2, _op)

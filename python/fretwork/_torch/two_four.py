@@ -1,5 +1,6 @@
 """torch's rules for the 2:4 operators."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,14 +9,15 @@ from torch import Tensor
 from fretwork._checks import expect
 from fretwork._torch.activation import before_activation
 from fretwork._torch.arguments import FLOATING
+from fretwork._torch.differentiable import DifferentiableOp
+from fretwork._torch.private import in_plain_eager
 from fretwork._torch.registration import ops, register_autocast
 from fretwork._torch.vmap import one_by_one
 
-compress_op, check_op = ops.two_four_compress.default, ops.two_four_check.default
-canonical_op = ops.two_four_canonical.default
-to_dense_op, gather_op = ops.two_four_to_dense.default, ops.two_four_gather.default
-prune_op, prune_both_op = ops.two_four_prune.default, ops.two_four_prune_both.default
-matmul_op, plain_matmul_op = ops.two_four_matmul.default, ops._two_four_matmul.default
+check_op, canonical_op = ops.two_four_check.default, ops.two_four_canonical.default
+compress_op, to_dense_op, gather_op, prune_op, prune_both_op, matmul_op = (
+    DifferentiableOp(f"two_four_{name}") for name in ("compress", "to_dense", "gather", "prune", "prune_both", "matmul")
+)
 
 SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
 INTEGERS = (torch.int8, torch.uint8)
@@ -90,7 +92,7 @@ def _made(op: str, dense: Tensor, dim: int, word: torch.dtype) -> tuple[Tensor, 
     return _lines(dense, lines, k // 2, dim), _lines(dense, lines, words_of(k, dense.dtype, word), dim, word)
 
 
-@torch.library.register_fake("fretwork::two_four_compress")
+@compress_op.register_fake
 def _compress_fake(dense: Tensor, dim: int, metadata_dtype: torch.dtype, validate: bool) -> tuple[Tensor, Tensor]:
     return _made("compress", dense, dim, metadata_dtype)
 
@@ -108,12 +110,12 @@ def _canonical_fake(values: Tensor, metadata: Tensor, dim: int, keep_valid: bool
     return words, values.new_empty((), dtype=torch.int64)
 
 
-@torch.library.register_fake("fretwork::two_four_to_dense")
+@to_dense_op.register_fake
 def _to_dense_fake(values: Tensor, metadata: Tensor, dim: int) -> Tensor:
     return values.new_empty(_check_plain(values, metadata, dim))
 
 
-@torch.library.register_fake("fretwork::two_four_gather")
+@gather_op.register_fake
 def _gather_fake(dense: Tensor, metadata: Tensor, dim: int) -> Tensor:
     lines, k = _check_dense("gather", dense, dim)
     values = _lines(dense, lines, k // 2, dim)
@@ -121,7 +123,7 @@ def _gather_fake(dense: Tensor, metadata: Tensor, dim: int) -> Tensor:
     return values
 
 
-@torch.library.register_fake("fretwork::two_four_prune")
+@prune_op.register_fake
 def _prune_fake(dense: Tensor, dim: int, transposable: bool) -> Tensor:
     _check_dense("prune", dense, dim)
     if transposable:
@@ -129,12 +131,13 @@ def _prune_fake(dense: Tensor, dim: int, transposable: bool) -> Tensor:
     return dense.new_empty(dense.shape)
 
 
-@torch.library.register_fake("fretwork::two_four_prune_both")
+@prune_both_op.register_fake
 def _prune_both_fake(dense: Tensor, metadata_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, cols = (_made("prune", dense, dim, metadata_dtype) for dim in (1, 0))
     return *rows, *cols
 
 
+@matmul_op.register_fake
 def _matmul_fake(
     values: Tensor,
     metadata: Tensor,
@@ -252,6 +255,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     """Without autocast, which a backward pass may run under: groups depend on the dtype, and so does the result."""
+    if in_plain_eager():
+        return _gradients(ctx, d_out)
     device = d_out.device.type
     with torch.autocast("cpu" if device == "meta" else device, enabled=False):
         return _gradients(ctx, d_out)
@@ -264,7 +269,8 @@ def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         d_out = d_out * scale_out
 
     def sums() -> Tensor:
-        return matmul_op(values, metadata, dense, bias, "none", d_out.dtype, scale_a, scale_b, product, ctx.precision)
+        scales = (scale_a, scale_b, product, ctx.precision, None)
+        return matmul_op(values, metadata, dense, bias, "none", d_out.dtype, *scales)
 
     out = sums() if ctx.activation == "relu" and ctx.again else out
     d = before_activation(ctx.activation, d_out, out, sums)
@@ -301,13 +307,11 @@ def _outer(product: str, d: Tensor, dense: Tensor) -> Tensor:
 # vmap
 
 
-def _register_each(op: str) -> None:
-    call = getattr(ops, op).default
-
+def _each(call: Callable[..., Any]) -> Callable[..., Any]:
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         return one_by_one(call, info.batch_size, in_dims, arguments)
 
-    torch.library.register_vmap(f"fretwork::{op}", vmap)
+    return vmap
 
 
 def _canonical_vmap(
@@ -318,46 +322,37 @@ def _canonical_vmap(
     return (words, found.amax(0) if info.batch_size else found.new_tensor(-1)), (0, None)
 
 
-# The product, with gradient and without
+def _matmul_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
+    values, metadata, dense, *rest = arguments
+    alone = any(d is not None for n, d in enumerate(in_dims) if n != 2)
+    if alone or dense.dim() < (2 if rest[5] == "linear" else 3):
+        return one_by_one(matmul_op, info.batch_size, in_dims, arguments)
+    return matmul_op(values, metadata, dense.movedim(in_dims[2], 0), *rest), 0
 
 
-def _register_product(op: str) -> None:
-    call = getattr(ops, op).default
-
-    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
-        """With gradient either way: what is batched hides whether it requires one, and shows it only here."""
-        values, metadata, dense, *rest = arguments
-        alone = any(d is not None for n, d in enumerate(in_dims) if n != 2)
-        if alone or dense.dim() < (2 if rest[5] == "linear" else 3):
-            return one_by_one(matmul_op, info.batch_size, in_dims, arguments)
-        return matmul_op(values, metadata, dense.movedim(in_dims[2], 0), *rest), 0
-
-    def autocast(
-        values: Tensor, metadata: Tensor, dense: Tensor, bias: Tensor | None, activation: str, out: Any, *rest: Any
-    ) -> Tensor:
-        """The dense operand takes the type of the sparse one, which stays: its groups depend on it."""
-        common = (torch.float32, torch.float16, torch.bfloat16)
-        if dense.dtype in common and values.dtype in common:
-            dense = dense.to(values.dtype)
-        if bias is not None and bias.dtype in common:
-            takes = bias_dtypes(out or result_dtype(dense.dtype))
-            bias = bias if bias.dtype in takes else bias.to(takes[-1])
-        with torch.autocast(dense.device.type, enabled=False):
-            return call(values, metadata, dense, bias, activation, out, *rest)
-
-    torch.library.register_fake(f"fretwork::{op}", _matmul_fake)
-    torch.library.register_vmap(f"fretwork::{op}", vmap)
-    register_autocast(op, autocast)
+def _matmul_autocast(
+    values: Tensor, metadata: Tensor, dense: Tensor, bias: Tensor | None, activation: str, out: Any, *rest: Any
+) -> Tensor:
+    """The dense operand takes the type of the sparse one, which stays: its groups depend on it."""
+    common = (torch.float32, torch.float16, torch.bfloat16)
+    if dense.dtype in common and values.dtype in common:
+        dense = dense.to(values.dtype)
+    if bias is not None and bias.dtype in common:
+        takes = bias_dtypes(out or result_dtype(dense.dtype))
+        bias = bias if bias.dtype in takes else bias.to(takes[-1])
+    with torch.autocast(dense.device.type, enabled=False):
+        return matmul_op(values, metadata, dense, bias, activation, out, *rest)
 
 
-torch.library.register_autograd("fretwork::two_four_compress", _compress_gradient, setup_context=_compress_setup)
-torch.library.register_autograd("fretwork::two_four_to_dense", _to_dense_gradient, setup_context=_form_setup)
-torch.library.register_autograd("fretwork::two_four_gather", _gather_gradient, setup_context=_form_setup)
-torch.library.register_autograd("fretwork::two_four_prune", _prune_gradient, setup_context=_prune_setup)
-torch.library.register_autograd("fretwork::two_four_prune_both", _prune_both_gradient)
-torch.library.register_autograd("fretwork::two_four_matmul", _gradient, setup_context=_setup)
-for _name in ("compress", "check", "to_dense", "gather", "prune", "prune_both"):
-    _register_each(f"two_four_{_name}")
+compress_op.register_gradient(_compress_gradient, _compress_setup)
+to_dense_op.register_gradient(_to_dense_gradient, _form_setup)
+gather_op.register_gradient(_gather_gradient, _form_setup)
+prune_op.register_gradient(_prune_gradient, _prune_setup)
+prune_both_op.register_gradient(_prune_both_gradient)
+matmul_op.register_gradient(_gradient, _setup)
+for _op in (compress_op, to_dense_op, gather_op, prune_op, prune_both_op):
+    _op.register_vmap(_each(_op))
+torch.library.register_vmap("fretwork::two_four_check", _each(check_op))
 torch.library.register_vmap("fretwork::two_four_canonical", _canonical_vmap)
-for _name in ("two_four_matmul", "_two_four_matmul"):
-    _register_product(_name)
+matmul_op.register_vmap(_matmul_vmap)
+register_autocast("two_four_matmul", _matmul_autocast)

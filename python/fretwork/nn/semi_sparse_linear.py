@@ -246,7 +246,7 @@ class _PrunedLinear(torch.autograd.Function):
             weight if needs_weight and decay else None,
             *(back if needs_x or (needs_weight and decay) else [None] * len(back)),
         )
-        return rules.matmul_op(values, metadata, x, bias, "none", None, None, None, "linear", precision)
+        return rules.matmul_op(values, metadata, x, bias, "none", None, None, None, "linear", precision, None)
 
     @staticmethod
     @once_differentiable
@@ -257,7 +257,7 @@ class _PrunedLinear(torch.autograd.Function):
         rows = rules.rows_of(d)
         d_x = d_weight = None
         if needs_x and ctx.transposable:
-            d_x = rules.matmul_op(*back, rows, None, "none", None, None, None, "right", ctx.precision)
+            d_x = rules.matmul_op(*back, rows, None, "none", None, None, None, "right", ctx.precision, None)
         elif needs_x:
             d_x = rows @ back[0]
         if needs_weight:

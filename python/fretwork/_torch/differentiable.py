@@ -1,0 +1,70 @@
+"""Ops with gradient rules, called by the shortest way.
+
+torch runs the rules of `torch.library.register_autograd` in Python at every call, and its own layers around them, which
+costs several times what a plain `autograd.Function` does. So rules are registered with torch for whatever traces, maps
+or intercepts ops, and an eager call that nothing looks at makes the same node itself, around the op's twin, which has
+no rules (`define_twins` in bindings/torch/call.h).
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled, nn
+from torch.compiler import is_compiling
+
+from fretwork._torch.private import any_requires_grad, bare, in_plain_eager, node_apply
+from fretwork._torch.registration import ops
+
+Rule = Callable[..., Any]
+
+# Subclasses of Tensor may intercept ops: torch has to see them, and lists, which may hold them. Tuples hold numbers.
+_PLAIN = frozenset((Tensor, nn.Parameter, str, bool, int, float, tuple, type(None), torch.dtype))
+
+
+def called_plainly(arguments: Iterable[object]) -> bool:
+    """Whether nothing but autograd sees a call: no compiler, mode, transform, autocast or subclass of Tensor."""
+    return not is_compiling() and in_plain_eager() and _PLAIN.issuperset(map(type, arguments))
+
+
+class DifferentiableOp:
+    """The op `fretwork::name`, with rules to be registered."""
+
+    __slots__ = ("_apply", "_defaults", "name", "op", "plain")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.op = getattr(ops, name).default
+        self.plain = bare(getattr(ops, f"_{name}").default)
+        # Rules see all arguments. The dispatcher, where a call went through it, has dropped those that are defaults.
+        self._defaults = tuple(argument.default_value for argument in self.op._schema.arguments)
+
+    def register_fake(self, fake: Rule) -> Rule:
+        """Decorates the function that knows the result's shape."""
+        for name in (self.name, f"_{self.name}"):
+            torch.library.register_fake(f"fretwork::{name}", fake)
+        return fake
+
+    def register_gradient(self, backward: Rule, setup: Rule | None = None) -> None:
+        """The rules as `torch.library.register_autograd` takes them. No argument is a list of tensors."""
+        torch.library.register_autograd(f"fretwork::{self.name}", backward, setup_context=setup)
+        plain = self.plain
+
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            output = plain(*arguments)
+            if setup is not None:
+                setup(ctx, arguments, output)
+            return output
+
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        self._apply = node_apply(type(self.name, (torch.autograd.Function,), methods))
+
+    def register_vmap(self, rule: Rule) -> None:
+        torch.library.register_vmap(f"fretwork::{self.name}", rule)
+
+    def __call__(self, *arguments: Any) -> Any:
+        if not called_plainly(arguments):
+            return self.op(*arguments)
+        if is_grad_enabled() and any_requires_grad(*arguments):
+            return self._apply(*arguments, *self._defaults[len(arguments) :])
+        return self.plain(*arguments)

@@ -26,7 +26,7 @@ __all__ = ["butterfly", "from_dense", "ksmm", "ksmm_chain", "monarch", "plan", "
 ALGOS = ("kernel", *BASELINES, "auto")
 # "auto" is the kernel: each baseline moves x, w or y more than once, and "dense" writes its matrix at every call, so
 # that it loses even where a dense layer is memory-bound.
-_OURS = ("kernel", "auto")
+OURS = ("kernel", "auto")
 
 
 def ksmm(
@@ -117,7 +117,7 @@ def _apply_factors(
         y = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x[None]
     name = precision_name(op, precision)
     weights = list(factors.values())
-    if len(weights) > 1 and algo in _OURS:
+    if len(weights) > 1 and algo in OURS:
         y = ksmm_chain_op(y, weights, bias, activation or "none", bs_last, name)
     else:
         for w in weights[:-1]:
@@ -131,7 +131,7 @@ def _apply_factors(
 def _product(
     algo: str, x: Tensor, w: Tensor, bias: Tensor | None, activation: str, bs_last: bool, precision: str
 ) -> Tensor:
-    if algo in _OURS:
+    if algo in OURS:
         return ksmm_op(x, w, bias, activation, bs_last, precision)
     if not autocasts(x):
         return torch_baselines.run(algo, x, w, bias, activation, bs_last)

@@ -8,6 +8,7 @@ from torch import Tensor
 from fretwork import _shapes
 from fretwork._shapes import Shape, both, product_shape, size
 from fretwork._torch.differentiable import DifferentiableOp
+from fretwork._torch.private import any_requires_grad, node_apply
 from fretwork._torch.registration import autocast_operands, operand
 from fretwork._torch.vmap import one_by_one, sample_shape
 from fretwork.patterns import BlockLayout
@@ -101,6 +102,43 @@ def _fold(tensor: Tensor, dim: int | None, batch: int, z: int, always: bool = Fa
 
 for _op in (sdd_op, dsd_op, dds_op):
     _register_product(_op)
+
+
+# A layer's product, x Wᵀ + bias, in one node
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, key: str, precision: str) -> Tensor:
+        ctx.key, ctx.precision = key, precision
+        needs_x, needs_values = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if needs_values else None, values if needs_x else None)
+        return _linear_forward(x, values, bias, key, precision)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (d,) = gradients
+        x, values = ctx.saved_tensors
+        needs_x, needs_values, needs_bias = ctx.needs_input_grad[:3]
+        how = (ctx.precision, False, False)
+        d_x = dds_op(d, values, ctx.key, False, False, *how) if needs_x else None
+        d_values = sdd_op(d, x, ctx.key, True, False, *how) if needs_values else None
+        return d_x, d_values, d.sum(0) if needs_bias else None, None, None
+
+
+_apply_linear, _plain_dds = node_apply(_Linear), dds_op.plain
+
+
+def _linear_forward(x: Tensor, values: Tensor, bias: Tensor | None, key: str, precision: str) -> Tensor:
+    y: Tensor = _plain_dds(x, values, key, False, True, precision, False, False)
+    return y if bias is None else y.add_(bias)
+
+
+def linear(x: Tensor, values: Tensor, bias: Tensor | None, key: str, precision: str) -> Tensor:
+    """x (rows, in), layout (out, in): what was `called_plainly`, with one dtype."""
+    if torch.is_grad_enabled() and any_requires_grad(x, values, bias):
+        return _apply_linear(x, values, bias, key, precision)  # type: ignore[no-any-return]
+    return _linear_forward(x, values, bias, key, precision)
 
 
 # Softmax

@@ -176,6 +176,8 @@ def ksmm_chain_op(
     x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, activation: str, bs_last: bool, precision: str
 ) -> Tensor:
     """As a DifferentiableOp is called."""
+    if len(weights) == 1:
+        return ksmm_op(x, weights[0], bias, activation, bs_last, precision)  # type: ignore[no-any-return]
     if not called_plainly((x, *weights, bias)):
         return _chain_op(x, weights, bias, activation, bs_last, precision)
     if torch.is_grad_enabled() and any_requires_grad(x, *weights, bias):

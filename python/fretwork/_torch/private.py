@@ -1,10 +1,11 @@
 """The private interfaces of torch that are used, all of them, each with the reason why no public one does."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 
@@ -19,6 +20,26 @@ def in_forward_mode() -> bool:
 def in_transform() -> bool:
     """Whether a transform of torch.func, such as vmap or grad, is running. torch has no public question for it."""
     return torch._C._functorch.maybe_current_level() is not None
+
+
+class _HooksWithOneIdle(OrderedDict[int, Any]):
+    """A module's hooks, false as long as there is only the one that does nothing: then torch skips its code for hooks,
+    and `len` still counts it."""
+
+    def __bool__(self) -> bool:
+        return len(self) > 1
+
+
+def register_idle_hook(module: nn.Module, hook: Callable[..., None]) -> None:
+    """A forward hook that is there but need not run. A public one costs each call more than a microsecond."""
+    module._forward_hooks = _HooksWithOneIdle(module._forward_hooks)
+    module.register_forward_hook(hook)
+
+
+def listed(parameters: nn.ParameterList) -> list[Tensor]:
+    """Its tensors. The list's own iterator looks each of them up by name, which takes ten times as long."""
+    own = parameters._parameters
+    return list(own.values()) if len(own) == len(parameters) else list(parameters)  # type: ignore[arg-type]
 
 
 def assert_in_graph(condition: Tensor, message: str) -> None:
@@ -39,11 +60,12 @@ any_requires_grad: Callable[..., bool] = _C._any_requires_grad
 
 
 def in_plain_eager() -> bool:
-    """Whether ops run as they are called: no dispatch mode, transform, autocast or tracer of torch.jit is active.
+    """Whether ops run as they are called: no dispatch mode, transform, autocast, tracer of torch.jit or forward-mode
+    differentiation is active.
 
     torch has public questions for some of these, each of which costs as much as all of them here.
     """
-    return not (_modes() or _transforms() or _autocast() or _tracing() is not None)
+    return not (_modes() or _transforms() or _autocast() or _tracing() is not None or forward_ad._current_level >= 0)
 
 
 def node_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from fretwork._checks import flag, whole_number
-from fretwork._torch.arguments import FLOATING, autocasts
+from fretwork._torch.arguments import FLOATING, autocasts, check_tensor, torch_precision
+from fretwork._torch.block import linear
+from fretwork._torch.differentiable import called_plainly
 from fretwork.block import dds
 from fretwork.nn._structure import Structured
 from fretwork.nn.hooks import always_called
@@ -99,21 +101,26 @@ class BlockSparseLinear(Structured):
         return self.layout.unpack(self.weight)[0]
 
     def forward(self, x: Tensor) -> Tensor:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"BlockSparseLinear: x: expected a torch.Tensor, got {type(x).__name__}")
+        weight, bias = self.weight, self.bias
+        self._check(x, weight)
+        rank = x.dim()
+        rows = x if rank == 2 else x.flatten(0, -2) if rank > 2 else x[None]
+        if called_plainly((x, weight, bias)) and (bias is None or bias.dtype is weight.dtype):
+            y = linear(rows, weight, bias, self.layout.key, torch_precision())
+        else:
+            y = dds(rows, weight, self.layout, trans_b=True)
+            if bias is not None:
+                y = y + bias.to(y.dtype)  # which autocast may have chosen
+        return y if rank == 2 else y.reshape(*x.shape[:-1], self.out_features)
+
+    def _check(self, x: Tensor, weight: Tensor) -> None:
+        check_tensor("BlockSparseLinear", "x", x)
         if x.dim() < 1 or x.shape[-1] != self.in_features:
             raise RuntimeError(f"BlockSparseLinear: x: expected (…, {self.in_features}), got {tuple(x.shape)}")
-        if x.device != self.weight.device:
-            raise RuntimeError(
-                f"BlockSparseLinear: x: expected a tensor on {self.weight.device}, got one on {x.device}"
-            )
-        if x.dtype != self.weight.dtype and not autocasts(x):
-            raise RuntimeError(f"BlockSparseLinear: x: expected {self.weight.dtype} like the weight, got {x.dtype}")
-        rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x[None]
-        y = dds(rows, self.weight, self.layout, trans_b=True)
-        if self.bias is not None:
-            y = y + self.bias.to(y.dtype)  # which autocast may have chosen
-        return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
+        if x.device != weight.device:
+            raise RuntimeError(f"BlockSparseLinear: x: expected a tensor on {weight.device}, got one on {x.device}")
+        if x.dtype is not weight.dtype and not autocasts(x):
+            raise RuntimeError(f"BlockSparseLinear: x: expected {weight.dtype} like the weight, got {x.dtype}")
 
     def _structure(self) -> str:
         return self.layout.text

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
+from fretwork._torch.private import register_idle_hook
+
 
 def always_called(layer: nn.Module) -> None:
     """Registers a hook that does nothing. At inference torch's encoder layers read `linear1.weight` themselves unless
     the layer has a hook, and a layer in place of theirs would never be called."""
-    layer.register_forward_hook(_nothing)
+    register_idle_hook(layer, _nothing)
 
 
 def _nothing(*_: object) -> None: ...

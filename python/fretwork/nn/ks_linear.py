@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from fretwork._checks import flag
-from fretwork._torch.arguments import FLOATING, autocasts
+from fretwork._torch.arguments import FLOATING, autocasts, check_tensor, torch_precision
+from fretwork._torch.differentiable import called_plainly
+from fretwork._torch.kronecker import ksmm_chain_op
+from fretwork._torch.private import listed
 from fretwork._torch.torch_baselines import BASELINES
-from fretwork.kronecker import ALGOS, ksmm_chain, plan, project, to_dense
+from fretwork.kronecker import ALGOS, OURS, ksmm_chain, plan, project, to_dense
 from fretwork.nn._structure import Structured
 from fretwork.nn.hooks import always_called
 from fretwork.patterns import KroneckerPattern
@@ -147,17 +150,21 @@ class KSLinear(Structured):
         return plan(self.patterns, here if arch is None else arch, weight.dtype, self.bs_last, batch)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"KSLinear: x: expected a torch.Tensor, got {type(x).__name__}")
+        weights, bias = listed(self.weights), self.bias
+        self._check(x, weights[0])
+        if self.algo in OURS and x.dim() == 2 and called_plainly((x, bias, *weights)):
+            return ksmm_chain_op(x, weights, bias, "none", self.bs_last, torch_precision())
+        return ksmm_chain(x, weights, self.bs_last, bias, algo=self.algo)
+
+    def _check(self, x: Tensor, weight: Tensor) -> None:
+        check_tensor("KSLinear", "x", x)
         if x.dim() < 1 or x.shape[0 if self.bs_last else -1] != self.in_features:
             expected = f"({self.in_features}, …)" if self.bs_last else f"(…, {self.in_features})"
             raise RuntimeError(f"KSLinear: x: expected {expected}, got {tuple(x.shape)}")
-        weight = self.weights[0]
         if x.device != weight.device:
             raise RuntimeError(f"KSLinear: x: expected a tensor on {weight.device}, got one on {x.device}")
-        if x.dtype != weight.dtype and not autocasts(x):
+        if x.dtype is not weight.dtype and not autocasts(x):
             raise RuntimeError(f"KSLinear: x: expected {weight.dtype} like the weights, got {x.dtype}")
-        return ksmm_chain(x, list(self.weights), self.bs_last, self.bias, algo=self.algo)
 
     def _structure(self) -> str:
         return "; ".join(p.text for p in self.patterns)

@@ -62,6 +62,11 @@ fretwork::TensorView batch_out(const char* op, const char* argument, const Tenso
   return batch_view(op, argument, out_view(op, argument, tensor), last);
 }
 
+/// Sizes of a batch of features.
+std::array<std::int64_t, 2> batch_sizes(std::int64_t batch, std::int64_t features, bool last) {
+  return last ? std::array{features, batch} : std::array{batch, features};
+}
+
 /// What a Kronecker product does to its sums.
 fretwork::KsmmOptions finish(const char* op, const std::optional<Tensor>& bias, std::string_view activation) {
   return {.bias = view(op, "bias", bias), .activation = activation_named(op, activation)};
@@ -80,7 +85,7 @@ void ksmm(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const fretwork::KsmmOptions options = finish(kOp, bias, activation.view());
   // A weight of another rank gives some shape; the core refuses it before it looks at the result.
   const std::int64_t batch = input.size(0), features = weight.size(0) * weight.size(1) * weight.size(3);
-  const Tensor out = empty_like(last ? std::array{features, batch} : std::array{batch, features}, x);
+  const Tensor out = empty_like(batch_sizes(batch, features, last), x);
   Call call(x);
   call.context().precision = precision_named(kOp, precision.view());
   fretwork::ksmm(input, weight, batch_out(kOp, "out", out, last), call.context(), options);
@@ -106,7 +111,7 @@ void ksmm_chain(StableIValue* stack, std::uint64_t, std::uint64_t) {
   // As for ksmm: bad weights give some shape, and are refused before it matters.
   const fretwork::ConstTensorView end = factors.empty() ? fretwork::ConstTensorView{} : factors.back();
   const std::int64_t batch = input.size(0), features = end.size(0) * end.size(1) * end.size(3);
-  const Tensor out = empty_like(last ? std::array{features, batch} : std::array{batch, features}, x);
+  const Tensor out = empty_like(batch_sizes(batch, features, last), x);
   Call call(x);
   call.context().precision = precision_named(kOp, precision.view());
   fretwork::ksmm_chain(input, factors, batch_out(kOp, "out", out, last), call.context(), options);
@@ -136,6 +141,66 @@ void ksmm_backward_weight(StableIValue* stack, std::uint64_t, std::uint64_t) {
   fretwork::ksmm_backward_weight(input, upstream, out_view(kOp, "d_w", d_w), d_bias_view, call.context());
   stack[0] = torch::stable::detail::from(d_w);
   stack[1] = torch::stable::detail::from(d_bias);
+}
+
+/// The gradients of a chain without activation in one op: of x, of the bias, and of each weight; those not wanted are
+/// empty. Bit n of `needs_weights` asks for weight n's. The bias's comes with the last weight's. Nothing between the
+/// factors was saved, so it is computed again as far as it is needed.
+void ksmm_chain_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "ksmm_chain_backward";
+  Arguments arguments(stack);
+  const Tensor x = arguments.tensor();
+  const std::vector<Tensor> weights = arguments.tensors();
+  const Tensor d_out = arguments.tensor();
+  const bool last = arguments.flag();
+  const Text precision = arguments.text();
+  const bool needs_x = arguments.flag();
+  const auto needs_weights = static_cast<std::uint64_t>(arguments.integer());
+  const bool needs_bias = arguments.flag();
+
+  const fretwork::ConstTensorView input = batch_in(kOp, "x", x, last);
+  std::vector<fretwork::ConstTensorView> factors;
+  for (const Tensor& w : weights) {
+    factors.push_back(view(kOp, "weights", w));
+  }
+  Call call(x);
+  call.context().precision = precision_named(kOp, precision.view());
+  const auto product = [&](const fretwork::ConstTensorView& from, const fretwork::ConstTensorView& w) {
+    Tensor out = empty_like(batch_sizes(input.size(0), w.size(0) * w.size(1) * w.size(3), last), x);
+    fretwork::ksmm(from, w, batch_out(kOp, "out", out, last), call.context(), {});
+    return out;
+  };
+
+  std::vector<Tensor> made;  // keeps what the views below refer to
+  std::vector<fretwork::ConstTensorView> before{input};
+  for (std::size_t n = 0; n + 1 < factors.size() && needs_weights >> (n + 1) != 0; ++n) {
+    made.push_back(product(before[n], factors[n]));
+    before.push_back(batch_in(kOp, "x", made.back(), last));
+  }
+  const Tensor none = empty_like(std::array<std::int64_t, 1>{0}, x);
+  std::vector<Tensor> results(2 + factors.size(), none);
+  Tensor d = d_out;
+  for (std::size_t n = factors.size(); n-- > 0;) {
+    const fretwork::ConstTensorView upstream = batch_in(kOp, "d_out", d, last);
+    if ((needs_weights >> n & 1) != 0) {
+      std::optional<fretwork::TensorView> d_bias;
+      if (needs_bias && n + 1 == factors.size()) {
+        results[1] = empty_like(std::array{upstream.size(1)}, x);
+        d_bias = out_view(kOp, "d_bias", results[1]);
+      }
+      results[2 + n] = empty_like(factors[n].shape(), x);
+      fretwork::ksmm_backward_weight(before[n], upstream, out_view(kOp, "d_w", results[2 + n]), d_bias, call.context());
+    }
+    if (!needs_x && (needs_weights & ((std::uint64_t{1} << n) - 1)) == 0) {
+      break;
+    }
+    fretwork::ConstTensorView transposed = factors[n];
+    std::swap(transposed.sizes[1], transposed.sizes[2]);
+    std::swap(transposed.strides[1], transposed.strides[2]);
+    d = product(upstream, transposed);
+  }
+  results[0] = needs_x ? d : none;
+  stack[0] = torch::stable::detail::from(results);
 }
 
 fretwork::MaskMode mask_mode(const char* argument, std::string_view name) {
@@ -290,6 +355,7 @@ void implement(torch::stable::detail::StableLibrary& m) {
   implement_twins(m, "ksmm", &ksmm);
   implement_twins(m, "ksmm_chain", &ksmm_chain);
   implement_twins(m, "ksmm_backward_weight", &ksmm_backward_weight);
+  m.impl("_ksmm_chain_backward", &ksmm_chain_backward);
   implement_twins(m, "block_softmax", &block_softmax);
   implement_twins(m, "block_softmax_backward", &block_softmax_backward);
   implement_twins(m, "block_pack", &block_pack);
@@ -321,6 +387,9 @@ STABLE_TORCH_LIBRARY(fretwork, m) {
       m,
       "ksmm_backward_weight(Tensor x, Tensor d_out, SymInt a, SymInt d, bool bs_last, str precision, bool bias) -> "
       "(Tensor, Tensor)");
+  m.def(
+      "_ksmm_chain_backward(Tensor x, Tensor[] weights, Tensor d_out, bool bs_last, str precision, bool needs_x, int "
+      "needs_weights, bool needs_bias) -> Tensor[]");
   define_twins(
       m,
       "block_softmax(Tensor values, str layout, float scale, Tensor? rpe, Tensor? key_padding_mask, Tensor? attn_mask, "

@@ -137,8 +137,9 @@ def attention(
     True
     """
     op = "attention"
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_tensor(op, name, tensor)
+    check_tensor(op, "q", q)
+    check_tensor(op, "k", k)
+    check_tensor(op, "v", v)
     slopes = None
     if isinstance(bias, alibi):
         slopes, bias = _slopes(op, bias.slopes, q), None

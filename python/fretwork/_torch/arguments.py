@@ -58,6 +58,8 @@ def layout_key(op: str, layout: object) -> str:
 def pattern_keys(patterns: Sequence[Pattern]) -> str:
     """What stands for the patterns inside an op, one on each line; a graph that may be saved gets the whole texts."""
     exporting = torch.compiler.is_exporting()
+    if len(patterns) == 1:
+        return patterns[0].text if exporting else patterns[0].key
     return "\n".join(p.text if exporting else p.key for p in patterns)
 
 

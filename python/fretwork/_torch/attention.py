@@ -58,28 +58,30 @@ def _attention_backward_fake(
 
 
 def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.patterns, ctx.scale, bias, slopes, ctx.softcap, ctx.dropout_p, seed, ctx.precision = inputs[:11]
-    padding = inputs[11] if len(inputs) > 11 else None
+    q, k, v, patterns, scale, bias, slopes, softcap, dropout_p, seed, precision, padding = inputs
+    ctx.how = patterns, scale, softcap, dropout_p, precision
     ctx.save_for_backward(q, k, v, *output, bias, slopes, seed, padding)
-    ctx.inputs = len(inputs)
     ctx.set_materialize_grads(False)
 
 
 def _attention_gradient(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, bias, slopes, seed, padding = ctx.saved_tensors
-    needs = [ctx.needs_input_grad[n] for n in (0, 1, 2, 5)]
+    patterns, scale, softcap, dropout_p, precision = ctx.how
+    needs_q, needs_k, needs_v, _, _, needs_bias = ctx.needs_input_grad[:6]
     if d_out is None:
         if d_lse is None:
-            return (None,) * ctx.inputs
+            return (None,) * 12
         d_out = torch.zeros_like(out)
     if 0 in d_out.stride():  # one number for many, as a sum's gradient is: the fast kernels read rows
         d_out = d_out.contiguous()
-    found = attention_backward_op(
-        *(q, k, v, out, lse, d_out, d_lse, ctx.patterns, ctx.scale, bias, slopes, ctx.softcap, ctx.dropout_p, seed),
-        *(ctx.precision, *needs, padding),
+    d_q, d_k, d_v, d_bias = attention_backward_op(
+        *(q, k, v, out, lse, d_out, d_lse, patterns, scale, bias, slopes, softcap, dropout_p, seed),
+        *(precision, needs_q, needs_k, needs_v, needs_bias, padding),
     )
-    d_q, d_k, d_v, d_bias = (d if wanted else None for d, wanted in zip(found, needs, strict=True))
-    return d_q, d_k, d_v, None, None, d_bias, *(None,) * (ctx.inputs - 6)
+    return (
+        *(d_q if needs_q else None, d_k if needs_k else None, d_v if needs_v else None),
+        *(None, None, d_bias if needs_bias else None, None, None, None, None, None, None),
+    )
 
 
 def _attention_second(ctx: Any, *gradients: Tensor) -> None:

@@ -110,7 +110,7 @@ for _op in (sdd_op, dsd_op, dds_op):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, key: str, precision: str) -> Tensor:
-        ctx.key, ctx.precision = key, precision
+        ctx.how = key, precision
         needs_x, needs_values = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if needs_values else None, values if needs_x else None)
         return _linear_forward(x, values, bias, key, precision)
@@ -120,9 +120,9 @@ class _Linear(torch.autograd.Function):
         (d,) = gradients
         x, values = ctx.saved_tensors
         needs_x, needs_values, needs_bias = ctx.needs_input_grad[:3]
-        how = (ctx.precision, False, False)
-        d_x = dds_op(d, values, ctx.key, False, False, *how) if needs_x else None
-        d_values = sdd_op(d, x, ctx.key, True, False, *how) if needs_values else None
+        key, precision = ctx.how
+        d_x = dds_op(d, values, key, False, False, precision, False, False) if needs_x else None
+        d_values = sdd_op(d, x, key, True, False, precision, False, False) if needs_values else None
         return d_x, d_values, d.sum(0) if needs_bias else None, None, None
 
 

@@ -17,6 +17,7 @@ from fretwork._torch.vmap import mapped, mapped_over_none, split
 ksmm_op, backward_weight_op = DifferentiableOp("ksmm"), DifferentiableOp("ksmm_backward_weight")
 to_dense_op, from_dense_op = DifferentiableOp("kronecker_to_dense"), DifferentiableOp("kronecker_from_dense")
 _chain_op, _plain_chain = ops.ksmm_chain.default, bare(ops._ksmm_chain.default)
+_plain_chain_backward = bare(ops._ksmm_chain_backward.default)
 
 
 def _check_like(op: str, x: Tensor, others: dict[str, Tensor | None]) -> None:
@@ -164,8 +165,18 @@ class _Chain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad
-        d_x, d_weights, d_bias = _chain_gradients(ctx, gradients[0], needs[0], needs[5:], needs[1])
+        (d_out,) = gradients
+        needs_x, needs_bias, _, _, _, *needs_w = ctx.needs_input_grad
+        x, _, _, *weights = ctx.saved_tensors
+        # One op has all gradients where these will not be differentiated themselves.
+        fused = ctx.activation == "none" and needs_w[-1] and not torch.is_grad_enabled()
+        if not (fused and called_plainly((x, d_out, *weights))):
+            d_x, d_weights, d_bias = _chain_gradients(ctx, d_out, needs_x, needs_w, needs_bias)
+            return d_x, d_bias, None, None, None, *d_weights
+        bits = sum(1 << n for n, needs in enumerate(needs_w) if needs)
+        found = _plain_chain_backward(x, weights, d_out, ctx.bs_last, ctx.precision, needs_x, bits, needs_bias)
+        wanted = (needs_x, needs_bias, *needs_w)
+        d_x, d_bias, *d_weights = [d if needs else None for d, needs in zip(found, wanted, strict=True)]
         return d_x, d_bias, None, None, None, *d_weights
 
 

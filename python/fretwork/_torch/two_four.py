@@ -220,37 +220,41 @@ def _prune_both_gradient(ctx: Any, *gradients: Any) -> None:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    values, metadata, dense, bias, ctx.activation, _, scale_a, scale_b, ctx.product, ctx.precision, scale_out = inputs
-    needs_values, needs_dense = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
-    op = "linear" if ctx.product == "linear" else "matmul"
-    if ctx.needs_input_grad[6] or ctx.needs_input_grad[7] or ctx.needs_input_grad[10]:
-        raise NotImplementedError(
-            f"{op}: scales: expected tensors without gradient, got one that requires it; multiply the result by it"
-        )
-    if (needs_values or needs_dense) and values.dtype not in FLOATING:
-        raise NotImplementedError(
-            f"{op}: gradient: expected float64, float32, float16 or bfloat16 operands, got {values.dtype}; "
-            "let one of these learn, and TwoFour.to makes the other"
-        )
-    if any(ctx.needs_input_grad) and output.dtype not in FLOATING:
-        raise NotImplementedError(
-            f"{op}: gradient: expected a float64, float32, float16 or bfloat16 result, got {output.dtype}; "
-            "round the result of one of these"
-        )
-    ctx.again = ctx.activation in ("gelu", "silu")  # the sums before these are computed again
-    ctx.again |= ctx.activation == "relu" and scale_out is not None  # which may hide their sign
-    again = ctx.again
-    ctx.dtype = dense.dtype
+    values, metadata, dense, bias, activation, _, scale_a, scale_b, product, precision, scale_out = inputs
+    needs = ctx.needs_input_grad
+    needs_values, needs_dense = needs[0], needs[2]
+    if needs[6] or needs[7] or needs[10] or values.dtype not in FLOATING or output.dtype not in FLOATING:
+        _check_gradient("linear" if product == "linear" else "matmul", needs, values.dtype, output.dtype)
+    again = activation in ("gelu", "silu")  # the sums before these are computed again
+    again |= activation == "relu" and scale_out is not None  # which may hide their sign
+    ctx.how = activation, product, precision, again, dense.dtype
     ctx.save_for_backward(
         values if needs_dense or again else None,
         metadata,
         dense if needs_values or again else None,
         bias if again else None,
-        output if ctx.activation == "relu" and not again else None,
+        output if activation == "relu" and not again else None,
         scale_a,
         scale_b,
         scale_out,
     )
+
+
+def _check_gradient(op: str, needs: tuple[bool, ...], operands: torch.dtype, result: torch.dtype) -> None:
+    if needs[6] or needs[7] or needs[10]:
+        raise NotImplementedError(
+            f"{op}: scales: expected tensors without gradient, got one that requires it; multiply the result by it"
+        )
+    if (needs[0] or needs[2]) and operands not in FLOATING:
+        raise NotImplementedError(
+            f"{op}: gradient: expected float64, float32, float16 or bfloat16 operands, got {operands}; "
+            "let one of these learn, and TwoFour.to makes the other"
+        )
+    if any(needs) and result not in FLOATING:
+        raise NotImplementedError(
+            f"{op}: gradient: expected a float64, float32, float16 or bfloat16 result, got {result}; "
+            "round the result of one of these"
+        )
 
 
 def _gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
@@ -264,33 +268,33 @@ def _gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
 
 def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     values, metadata, dense, bias, out, scale_a, scale_b, scale_out = ctx.saved_tensors
-    product = ctx.product
-    if scale_out is not None:
-        d_out = d_out * scale_out
-
-    def sums() -> Tensor:
-        scales = (scale_a, scale_b, product, ctx.precision, None)
-        return matmul_op(values, metadata, dense, bias, "none", d_out.dtype, *scales)
-
-    out = sums() if ctx.activation == "relu" and ctx.again else out
-    d = before_activation(ctx.activation, d_out, out, sums)
+    activation, product, precision, again, dtype = ctx.how
     needs_values, _, needs_dense, needs_bias = ctx.needs_input_grad[:4]
+    d = d_out if scale_out is None else d_out * scale_out
+    if activation != "none":
+
+        def sums() -> Tensor:
+            scales = (scale_a, scale_b, product, precision, None)
+            return matmul_op(values, metadata, dense, bias, "none", d.dtype, *scales)  # type: ignore[no-any-return]
+
+        out = sums() if activation == "relu" and again else out
+        d = before_activation(activation, d, out, sums)
     d_values = d_dense = d_bias = None
     if needs_bias:
         d_bias = d.movedim(-2, -1).flatten(0, -2).sum(0) if product == "left" else rows_of(d).sum(0)
     if needs_values or needs_dense:
         d = d if scale_a is None else d * (scale_a[:, None] if scale_a.dim() else scale_a)
-        d = (d if scale_b is None else d * scale_b).to(ctx.dtype)
+        d = (d if scale_b is None else d * scale_b).to(dtype)
     if needs_dense:
         a = to_dense_op(values, metadata, 0 if product == "right" else 1)
         d_dense = a.T @ d if product == "left" else d @ (a.T if product == "right" else a)
     if needs_values:
         d_values = gather_op(_outer(product, d, dense), metadata, 0 if product == "right" else 1)
-    return d_values, None, d_dense, d_bias, *(None,) * 7
+    return d_values, None, d_dense, d_bias, None, None, None, None, None, None, None
 
 
 def rows_of(t: Tensor) -> Tensor:
-    return t.flatten(0, -2) if t.dim() > 1 else t[None]
+    return t if t.dim() == 2 else t.flatten(0, -2) if t.dim() > 1 else t[None]
 
 
 def _outer(product: str, d: Tensor, dense: Tensor) -> Tensor:

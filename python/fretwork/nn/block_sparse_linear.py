@@ -9,6 +9,7 @@ from fretwork._checks import flag, whole_number
 from fretwork._torch.arguments import FLOATING, autocasts, check_tensor, torch_precision
 from fretwork._torch.block import linear
 from fretwork._torch.differentiable import called_plainly
+from fretwork._torch.private import held
 from fretwork.block import dds
 from fretwork.nn._structure import Structured
 from fretwork.nn.hooks import always_called
@@ -101,7 +102,7 @@ class BlockSparseLinear(Structured):
         return self.layout.unpack(self.weight)[0]
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
+        weight, bias = held(self, "weight"), held(self, "bias")
         self._check(x, weight)
         rank = x.dim()
         rows = x if rank == 2 else x.flatten(0, -2) if rank > 2 else x[None]

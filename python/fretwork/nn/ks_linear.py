@@ -11,7 +11,7 @@ from fretwork._checks import flag
 from fretwork._torch.arguments import FLOATING, autocasts, check_tensor, torch_precision
 from fretwork._torch.differentiable import called_plainly
 from fretwork._torch.kronecker import ksmm_chain_op
-from fretwork._torch.private import listed
+from fretwork._torch.private import held, listed
 from fretwork._torch.torch_baselines import BASELINES
 from fretwork.kronecker import ALGOS, OURS, ksmm_chain, plan, project, to_dense
 from fretwork.nn._structure import Structured
@@ -150,7 +150,7 @@ class KSLinear(Structured):
         return plan(self.patterns, here if arch is None else arch, weight.dtype, self.bs_last, batch)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, bias = listed(self.weights), self.bias
+        weights, bias = listed(self.weights), held(self, "bias")
         self._check(x, weights[0])
         if self.algo in OURS and x.dim() == 2 and called_plainly((x, bias, *weights)):
             return ksmm_chain_op(x, weights, bias, "none", self.bs_last, torch_precision())

@@ -12,8 +12,7 @@ from fretwork import two_four
 from fretwork._checks import whole_number
 from fretwork._torch import two_four as rules
 from fretwork._torch.arguments import FLOATING, as_number, check_tensor
-from fretwork._torch.differentiable import called_plainly
-from fretwork._torch.private import in_transform
+from fretwork._torch.private import held, in_forward_mode, in_transform
 from fretwork.nn.hooks import always_called
 from fretwork.two_four import TwoFour, from_parts, product_precision
 
@@ -181,7 +180,13 @@ class SemiSparseLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.trainable == "values":
-            return self._product(x, self.values, self.metadata, self.bias)
+            values, metadata, bias = held(self, "values"), held(self, "metadata"), held(self, "bias")
+            if in_forward_mode():
+                return two_four.linear(x, from_parts(values, metadata, 1), bias)  # which refuses tangents
+            check_tensor("linear", "x", x)
+            how = ("linear", product_precision("linear", values.dtype, None), None)
+            y: Tensor = rules.matmul_op(values, metadata, x, bias, "none", None, None, None, *how)
+            return y
         check_tensor("linear", "x", x)
         x, weight = self._lowered(x), self._lowered(self.weight)
         bias = None if self.bias is None else self._lowered(self.bias)
@@ -191,15 +196,6 @@ class SemiSparseLinear(nn.Module):
             pruned = two_four.prune(weight.detach(), transposable=transposable)
             return F.linear(x, _Straight.apply(weight, pruned, self.decay), bias)
         return _PrunedLinear.apply(x, weight, bias, transposable, self.decay, exact)
-
-    @staticmethod
-    def _product(x: Tensor, values: Tensor, metadata: Tensor, bias: Tensor | None) -> Tensor:
-        if not called_plainly((values, metadata, bias)):
-            return two_four.linear(x, from_parts(values, metadata, 1), bias)
-        check_tensor("linear", "x", x)
-        how = ("linear", product_precision("linear", values.dtype, None))
-        y: Tensor = rules.matmul_op(values, metadata, x, bias, "none", None, None, None, *how, None)
-        return y
 
     def _apply(self, fn: Any, recurse: bool = True) -> "SemiSparseLinear":
         """Only fp32 has pairs: where a change of dtype leaves it, the metadata follows; into it nothing fits."""

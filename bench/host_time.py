@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +23,13 @@ from torch import Tensor, nn
 
 import fretwork as fw
 
-Call = Callable[[], object]
+Call = Callable[[], Tensor]
 MODES = ("inference", "forward", "forward + backward")
 
 
 def layers(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Call, list[Tensor], str]]:
     """By name: the call, the leaves whose gradients are cleared between calls, and the peer's name."""
-    kind = {"device": device, "dtype": dtype}
+    kind: dict[str, Any] = {"device": device, "dtype": dtype}
     on_gpu = device.type == "cuda"
     features, rows = (1024, 64) if on_gpu else (64, 8)
     block, factor = (64, 32) if on_gpu else (32, 8)
@@ -44,7 +46,7 @@ def layers(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Call, li
     calls: dict[str, tuple[Call, list[Tensor], str]] = {}
     for name, module in modules.items():
         x = torch.randn(rows, features, **kind).requires_grad_()
-        calls[name] = (lambda module=module, x=x: module(x)), [x, *module.parameters()], "Linear"
+        calls[name] = functools.partial(module, x), [x, *module.parameters()], "Linear"
     heads, length, depth = (8, 256, 64) if on_gpu else (2, 16, 16)
     q, k, v = (torch.randn(1, heads, length, depth, **kind).requires_grad_() for _ in range(3))
     pattern = fw.patterns.causal(length)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fretwork._shapes import check_slopes, flat_patterns
 from fretwork._torch.arguments import as_number, check_tensor, dtype_name, pattern_keys, precision_name
-from fretwork._torch.attention import attention_op
+from fretwork._torch.attention import attention_op, attention_output
 from fretwork.patterns import Pattern
 
 __all__ = ["alibi", "attention"]
@@ -158,12 +158,15 @@ def attention(
         seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
     cap = as_number(op, "softcap", softcap)
     p = rate if rate < 1 else 0.0
-    o, lse = attention_op(
-        q, k, v, keys, scale, bias, slopes, cap, p, seed, precision_name(op, precision), key_padding_mask
-    )
+    precision = precision_name(op, precision)
+    call = (q, k, v, keys, scale, bias, slopes, cap, p, seed, precision, key_padding_mask)
+    if return_lse:
+        o, lse = attention_op(*call)
+    else:
+        o, lse = attention_output(*call), None
     if rate == 1:
         o = torch.where(torch.zeros_like(o, dtype=torch.bool), o, 0)  # all dropped; zero gradients
-    return (o, lse) if return_lse else o
+    return o if lse is None else (o, lse)
 
 
 def _slopes(op: str, slopes: Tensor, q: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from fretwork import _shapes
 from fretwork._shapes import Shape, both, product_shape, size
 from fretwork._torch.differentiable import DifferentiableOp
-from fretwork._torch.private import any_requires_grad, node_apply
+from fretwork._torch.private import alive, any_requires_grad, node_apply
 from fretwork._torch.registration import autocast_operands, operand
 from fretwork._torch.vmap import one_by_one, sample_shape
 from fretwork.patterns import BlockLayout
@@ -137,7 +137,7 @@ def _linear_forward(x: Tensor, values: Tensor, bias: Tensor | None, key: str, pr
 def linear(x: Tensor, values: Tensor, bias: Tensor | None, key: str, precision: str) -> Tensor:
     """x (rows, in), layout (out, in): what was `called_plainly`, with one dtype."""
     if torch.is_grad_enabled() and any_requires_grad(x, values, bias):
-        return _apply_linear(x, values, bias, key, precision)  # type: ignore[no-any-return]
+        return _apply_linear(alive(x), alive(values), None if bias is None else alive(bias), key, precision)  # type: ignore[no-any-return]
     return _linear_forward(x, values, bias, key, precision)
 
 

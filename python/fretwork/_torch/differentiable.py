@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_compiling
 
-from fretwork._torch.private import any_requires_grad, bare, in_plain_eager, node_apply
+from fretwork._torch.private import alive, any_requires_grad, bare, in_plain_eager, node_apply
 from fretwork._torch.registration import ops
 
 Rule = Callable[..., Any]
@@ -66,5 +66,6 @@ class DifferentiableOp:
         if not called_plainly(arguments):
             return self.op(*arguments)
         if is_grad_enabled() and any_requires_grad(*arguments):
-            return self._apply(*arguments, *self._defaults[len(arguments) :])
+            given = [alive(a) if type(a) is Tensor else a for a in arguments]
+            return self._apply(*given, *self._defaults[len(given) :])
         return self.plain(*arguments)

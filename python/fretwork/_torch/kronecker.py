@@ -10,7 +10,7 @@ from fretwork._checks import expect, fail
 from fretwork._shapes import check_floating
 from fretwork._torch.activation import before_activation
 from fretwork._torch.differentiable import DifferentiableOp, called_plainly
-from fretwork._torch.private import any_requires_grad, bare, node_apply
+from fretwork._torch.private import alive, any_requires_grad, bare, node_apply
 from fretwork._torch.registration import autocast_operands, operand, ops
 from fretwork._torch.vmap import mapped, mapped_over_none, split
 
@@ -192,7 +192,8 @@ def ksmm_chain_op(
     if not called_plainly((x, *weights, bias)):
         return _chain_op(x, weights, bias, activation, bs_last, precision)
     if torch.is_grad_enabled() and any_requires_grad(x, *weights, bias):
-        return _apply_chain(x, bias, activation, bs_last, precision, *weights)
+        bias = None if bias is None else alive(bias)
+        return _apply_chain(alive(x), bias, activation, bs_last, precision, *map(alive, weights))
     return _plain_chain(x, weights, bias, activation, bs_last, precision)
 
 

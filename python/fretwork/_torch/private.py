@@ -22,18 +22,44 @@ def in_transform() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
-class _HooksWithOneIdle(OrderedDict[int, Any]):
-    """A module's hooks, false as long as there is only the one that does nothing: then torch skips its code for hooks,
-    and `len` still counts it."""
-
-    def __bool__(self) -> bool:
-        return len(self) > 1
+_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
+_autocast, _tracing = torch._C._is_any_autocast_enabled, torch._C._get_tracing_state
 
 
-def register_idle_hook(module: nn.Module, hook: Callable[..., None]) -> None:
-    """A forward hook that is there but need not run. A public one costs each call more than a microsecond."""
-    module._forward_hooks = _HooksWithOneIdle(module._forward_hooks)
-    module.register_forward_hook(hook)
+def in_plain_eager() -> bool:
+    """Whether ops run as they are called: no dispatch mode, transform, autocast, tracer of torch.jit or forward-mode
+    differentiation is active.
+
+    torch has public questions for some of these, each of which costs as much as all of them here.
+    """
+    return not (_modes() or _transforms() or _autocast() or _tracing() is not None or in_forward_mode())
+
+
+def assert_in_graph(condition: Tensor, message: str) -> None:
+    """An assertion inside a compiled graph, on the device. Python's own would read the value while tracing."""
+    torch._assert_async(condition, message)
+
+
+# What makes calls short, where microseconds count
+
+
+def bare(op: Any) -> Callable[..., Any]:
+    """What an op's `__call__` calls: one step of Python less."""
+    return op._op
+
+
+# Whether any of its arguments requires grad: one call for all of them.
+any_requires_grad: Callable[..., bool] = torch._C._any_requires_grad
+
+
+def node_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`apply` without the step of Python in front of it, which looks for transforms, as `in_plain_eager` has done, and
+    takes tensors out of transforms that have ended: callers have to do that with `alive`."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
+
+
+# The tensor itself, or what is in it where it was leaked by a transform that has ended.
+alive: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
 
 
 def held(module: nn.Module, name: str) -> Any:
@@ -50,37 +76,15 @@ def listed(parameters: nn.ParameterList) -> list[Tensor]:
     return list(own.values()) if len(own) == len(parameters) else list(parameters)  # type: ignore[arg-type]
 
 
-def assert_in_graph(condition: Tensor, message: str) -> None:
-    """An assertion inside a compiled graph, on the device. Python's own would read the value while tracing."""
-    torch._assert_async(condition, message)
+class _HooksWithOneIdle(OrderedDict[int, Any]):
+    """A module's hooks, false as long as there is only the one that does nothing: then torch skips its code for hooks,
+    and `len` still counts it."""
+
+    def __bool__(self) -> bool:
+        return len(self) > 1
 
 
-_C = torch._C
-_modes, _transforms, _autocast = (
-    _C._len_torch_dispatch_stack,
-    _C._are_functorch_transforms_active,
-    _C._is_any_autocast_enabled,
-)
-_tracing = _C._get_tracing_state
-
-# Whether any of its arguments requires grad: one call for all of them.
-any_requires_grad: Callable[..., bool] = _C._any_requires_grad
-
-
-def in_plain_eager() -> bool:
-    """Whether ops run as they are called: no dispatch mode, transform, autocast, tracer of torch.jit or forward-mode
-    differentiation is active.
-
-    torch has public questions for some of these, each of which costs as much as all of them here.
-    """
-    return not (_modes() or _transforms() or _autocast() or _tracing() is not None or forward_ad._current_level >= 0)
-
-
-def node_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`apply` without the step of Python that looks for transforms, which `in_plain_eager` has done."""
-    return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
-
-
-def bare(op: Any) -> Callable[..., Any]:
-    """What an op's `__call__` calls: one step of Python less, where microseconds count."""
-    return op._op
+def register_idle_hook(module: nn.Module, hook: Callable[..., None]) -> None:
+    """A forward hook that is there but need not run. A public one costs each call more than a microsecond."""
+    module._forward_hooks = _HooksWithOneIdle(module._forward_hooks)
+    module.register_forward_hook(hook)

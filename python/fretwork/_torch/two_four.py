@@ -9,8 +9,8 @@ from torch import Tensor
 from fretwork._checks import expect
 from fretwork._torch.activation import before_activation
 from fretwork._torch.arguments import FLOATING
-from fretwork._torch.differentiable import DifferentiableOp
-from fretwork._torch.private import in_plain_eager
+from fretwork._torch.differentiable import DifferentiableOp, called_plainly
+from fretwork._torch.private import alive, any_requires_grad, in_plain_eager, node_apply
 from fretwork._torch.registration import ops, register_autocast
 from fretwork._torch.vmap import one_by_one
 
@@ -291,6 +291,43 @@ def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     if needs_values:
         d_values = gather_op(_outer(product, d, dense), metadata, 0 if product == "right" else 1)
     return d_values, None, d_dense, d_bias, None, None, None, None, None, None, None
+
+
+class _Linear(torch.autograd.Function):
+    """The same node for a layer's plain calls, with fewer arguments; its dtypes have gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, metadata: Tensor, dense: Tensor, bias: Tensor | None, precision: str
+    ) -> Tensor:
+        needs_values, _, needs_dense, _, _ = ctx.needs_input_grad
+        ctx.how = "none", "linear", precision, False, dense.dtype
+        kept = values if needs_dense else None, metadata, dense if needs_values else None
+        ctx.save_for_backward(*kept, None, None, None, None, None)
+        return _plain_linear(values, metadata, dense, bias, precision)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return *_gradient(ctx, gradients[0])[:4], None
+
+
+_apply_linear, _plain_matmul = node_apply(_Linear), matmul_op.plain
+
+
+def _plain_linear(values: Tensor, metadata: Tensor, dense: Tensor, bias: Tensor | None, precision: str) -> Tensor:
+    y: Tensor = _plain_matmul(values, metadata, dense, bias, "none", None, None, None, "linear", precision, None)
+    return y
+
+
+def linear(values: Tensor, metadata: Tensor, dense: Tensor, bias: Tensor | None, precision: str) -> Tensor:
+    """`matmul_op` as a layer calls it."""
+    if not called_plainly((values, metadata, dense, bias)):
+        y: Tensor = matmul_op.op(values, metadata, dense, bias, "none", None, None, None, "linear", precision, None)
+        return y
+    if torch.is_grad_enabled() and any_requires_grad(values, dense, bias):
+        bias = None if bias is None else alive(bias)
+        return _apply_linear(alive(values), metadata, alive(dense), bias, precision)  # type: ignore[no-any-return]
+    return _plain_linear(values, metadata, dense, bias, precision)
 
 
 def rows_of(t: Tensor) -> Tensor:

@@ -184,9 +184,7 @@ class SemiSparseLinear(nn.Module):
             if in_forward_mode():
                 return two_four.linear(x, from_parts(values, metadata, 1), bias)  # which refuses tangents
             check_tensor("linear", "x", x)
-            how = ("linear", product_precision("linear", values.dtype, None), None)
-            y: Tensor = rules.matmul_op(values, metadata, x, bias, "none", None, None, None, *how)
-            return y
+            return rules.linear(values, metadata, x, bias, product_precision("linear", values.dtype, None))
         check_tensor("linear", "x", x)
         x, weight = self._lowered(x), self._lowered(self.weight)
         bias = None if self.bias is None else self._lowered(self.bias)

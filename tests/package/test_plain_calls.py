@@ -322,3 +322,15 @@ def test_tangents_are_refused(name, device):
         value = dict(layer.named_parameters())[weight].detach()
         with refused:
             torch.func.functional_call(layer, {weight: forward_ad.make_dual(value, value)}, (x,))
+
+
+@each_layer
+def test_backward_passes_that_are_compiled(name, device):
+    layer = layer_named(name, device)
+    x = input_of(layer, 5)
+    want = torch.autograd.grad(layer(x).sum(), [x, *layer.parameters()])
+    torch.compiler.reset()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        layer(x).sum().backward()
+    for got, other in zip([x, *layer.parameters()], want, strict=True):
+        assert_close(got.grad, other.double(), torch.float32)

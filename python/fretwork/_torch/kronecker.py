@@ -118,7 +118,7 @@ def _chain_gradients(
     x, bias, out, *weights = ctx.saved_tensors
     layout = (ctx.bs_last, ctx.precision)
     end = len(weights) - 1
-    last = end if ctx.again else max((n for n, needs in enumerate(needs_w) if needs), default=0)
+    last = end if ctx.again else max([n for n, needs in enumerate(needs_w) if needs] or [0])
     before = [x]  # what comes into each factor
     for w in weights[:last]:
         before.append(ksmm_op(before[-1], w, None, "none", *layout))

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from fretwork._checks import expect
 from fretwork._torch.activation import before_activation
@@ -259,7 +260,7 @@ def _check_gradient(op: str, needs: tuple[bool, ...], operands: torch.dtype, res
 
 def _gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     """Without autocast, which a backward pass may run under: groups depend on the dtype, and so does the result."""
-    if in_plain_eager():
+    if not is_compiling() and in_plain_eager():
         return _gradients(ctx, d_out)
     device = d_out.device.type
     with torch.autocast("cpu" if device == "meta" else device, enabled=False):
@@ -281,13 +282,13 @@ def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         d = before_activation(activation, d, out, sums)
     d_values = d_dense = d_bias = None
     if needs_bias:
-        d_bias = d.movedim(-2, -1).flatten(0, -2).sum(0) if product == "left" else rows_of(d).sum(0)
+        d_bias = (d.movedim(-2, -1).flatten(0, -2) if product == "left" else rows_of(d)).sum(0)
     if needs_values or needs_dense:
         d = d if scale_a is None else d * (scale_a[:, None] if scale_a.dim() else scale_a)
         d = (d if scale_b is None else d * scale_b).to(dtype)
     if needs_dense:
         a = to_dense_op(values, metadata, 0 if product == "right" else 1)
-        d_dense = a.T @ d if product == "left" else d @ (a.T if product == "right" else a)
+        d_dense = _dense_product(a.T, d) if product == "left" else _dense_product(d, a.T if product == "right" else a)
     if needs_values:
         d_values = gather_op(_outer(product, d, dense), metadata, 0 if product == "right" else 1)
     return d_values, None, d_dense, d_bias, None, None, None, None, None, None, None
@@ -334,14 +335,19 @@ def rows_of(t: Tensor) -> Tensor:
     return t if t.dim() == 2 else t.flatten(0, -2) if t.dim() > 1 else t[None]
 
 
+def _dense_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, without torch's look at the shapes where it is known to be mm."""
+    return torch.mm(a, b) if a.dim() == b.dim() == 2 else a @ b
+
+
 def _outer(product: str, d: Tensor, dense: Tensor) -> Tensor:
     """The gradient of all elements of the sparse operand, of which some are kept."""
     if product == "right":
-        return rows_of(dense).T @ rows_of(d)
+        return torch.mm(rows_of(dense).T, rows_of(d))
     if product == "linear":
-        return rows_of(d).T @ rows_of(dense)
+        return torch.mm(rows_of(d).T, rows_of(dense))
     if d.dim() == 2:
-        return d @ dense.T
+        return torch.mm(d, dense.T)
     return torch.einsum("zmn,zkn->mk", d.flatten(0, -3), dense.flatten(0, -3))
 
 

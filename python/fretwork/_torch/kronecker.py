@@ -187,14 +187,20 @@ def ksmm_chain_op(
     x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, activation: str, bs_last: bool, precision: str
 ) -> Tensor:
     """As a DifferentiableOp is called."""
+    op = ksmm_chain_plainly if called_plainly((x, *weights, bias)) else _chain_op
+    return op(x, weights, bias, activation, bs_last, precision)  # type: ignore[no-any-return]
+
+
+def ksmm_chain_plainly(
+    x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, activation: str, bs_last: bool, precision: str
+) -> Tensor:
+    """What was `called_plainly`; one factor is a chain too."""
     if len(weights) == 1:
         return ksmm_op(x, weights[0], bias, activation, bs_last, precision)  # type: ignore[no-any-return]
-    if not called_plainly((x, *weights, bias)):
-        return _chain_op(x, weights, bias, activation, bs_last, precision)
     if torch.is_grad_enabled() and any_requires_grad(x, *weights, bias):
         bias = None if bias is None else alive(bias)
-        return _apply_chain(alive(x), bias, activation, bs_last, precision, *map(alive, weights))
-    return _plain_chain(x, weights, bias, activation, bs_last, precision)
+        return _apply_chain(alive(x), bias, activation, bs_last, precision, *map(alive, weights))  # type: ignore[no-any-return]
+    return _plain_chain(x, weights, bias, activation, bs_last, precision)  # type: ignore[no-any-return]
 
 
 def _backward_weight_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -103,16 +103,24 @@ class BlockSparseLinear(Structured):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = held(self, "weight"), held(self, "bias")
-        self._check(x, weight)
+        if not isinstance(x, Tensor) or not called_plainly((x, weight, bias)) or _mixed(weight, bias):
+            self._check(x, weight)
+            return self._composed(x, weight, bias)
         rank = x.dim()
-        rows = x if rank == 2 else x.flatten(0, -2) if rank > 2 else x[None]
-        if called_plainly((x, weight, bias)) and (bias is None or bias.dtype is weight.dtype):
+        try:
+            rows = x if rank == 2 else x.flatten(0, -2) if rank > 2 else x[None]
             y = linear(rows, weight, bias, self.layout.key, torch_precision())
-        else:
-            y = dds(rows, weight, self.layout, trans_b=True)
-            if bias is not None:
-                y = y + bias.to(y.dtype)  # which autocast may have chosen
+        except RuntimeError:
+            self._check(x, weight)  # says what is wrong in the layer's words
+            raise
         return y if rank == 2 else y.reshape(*x.shape[:-1], self.out_features)
+
+    def _composed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Of ops that others trace, map or cast."""
+        y = dds(x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x[None], weight, self.layout, trans_b=True)
+        if bias is not None:
+            y = y + bias.to(y.dtype)  # which autocast may have chosen
+        return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
 
     def _check(self, x: Tensor, weight: Tensor) -> None:
         check_tensor("BlockSparseLinear", "x", x)
@@ -131,3 +139,7 @@ class BlockSparseLinear(Structured):
             f"in_features={self.in_features}, out_features={self.out_features}, block={self.layout.block}, "
             f"density={self.layout.density:.4g}, bias={self.bias is not None}"
         )
+
+
+def _mixed(weight: Tensor, bias: Tensor | None) -> bool:
+    return bias is not None and bias.dtype is not weight.dtype

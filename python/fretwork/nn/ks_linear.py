@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fretwork._checks import flag
 from fretwork._torch.arguments import FLOATING, autocasts, check_tensor, torch_precision
 from fretwork._torch.differentiable import called_plainly
-from fretwork._torch.kronecker import ksmm_chain_op
+from fretwork._torch.kronecker import ksmm_chain_plainly
 from fretwork._torch.private import held, listed
 from fretwork._torch.torch_baselines import BASELINES
 from fretwork.kronecker import ALGOS, OURS, ksmm_chain, plan, project, to_dense
@@ -151,10 +151,18 @@ class KSLinear(Structured):
 
     def forward(self, x: Tensor) -> Tensor:
         weights, bias = listed(self.weights), held(self, "bias")
-        self._check(x, weights[0])
-        if self.algo in OURS and x.dim() == 2 and called_plainly((x, bias, *weights)):
-            return ksmm_chain_op(x, weights, bias, "none", self.bs_last, torch_precision())
-        return ksmm_chain(x, weights, self.bs_last, bias, algo=self.algo)
+        rank = x.dim() if isinstance(x, Tensor) else 0
+        short = self.algo in OURS and (rank == 2 or (rank > 2 and not self.bs_last))
+        if not short or not called_plainly((x, bias, *weights)):
+            self._check(x, weights[0])
+            return ksmm_chain(x, weights, self.bs_last, bias, algo=self.algo)
+        try:
+            rows = x if rank == 2 else x.flatten(0, -2)
+            y = ksmm_chain_plainly(rows, weights, bias, "none", self.bs_last, torch_precision())
+        except RuntimeError:
+            self._check(x, weights[0])  # says what is wrong in the layer's words
+            raise
+        return y if rank == 2 else y.reshape(*x.shape[:-1], self.out_features)
 
     def _check(self, x: Tensor, weight: Tensor) -> None:
         check_tensor("KSLinear", "x", x)

@@ -52,7 +52,7 @@ def test_covers_everything_in_few_launches():
     assert sum(op == "attention_backward" for op, _ in recorder.calls) == len(gpu_small.ATTENTION) + 5
     # A split row is two launches, and so is softmax's gradient with that of rpe.
     split = sum(block_layout(args[2]).shape[2] > 1024 for _, args in products)
-    two_four = [args for op, args in recorder.calls if op == "_two_four_matmul"]
+    two_four = [args for op, args in recorder.calls if op == "two_four_matmul"]
     assert {args[0].dtype for args in two_four} >= {torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32}
     assert {args[5] for args in two_four} >= {torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
     assert len(recorder.calls) + split + len(gradients) <= 440

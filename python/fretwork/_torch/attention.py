@@ -9,7 +9,7 @@ from torch import Tensor
 from fretwork import _shapes
 from fretwork._torch.differentiable import DifferentiableOp, called_plainly
 from fretwork._torch.private import alive, any_requires_grad, node_apply
-from fretwork._torch.registration import lowered, operand, register_autocast
+from fretwork._torch.registration import lowered, operand
 from fretwork._torch.vmap import mapped, one_by_one, sample_shape
 from fretwork.patterns import Pattern
 
@@ -139,7 +139,7 @@ def attention_output(
 ) -> Tensor:
     """`attention_op` without lse."""
     if not called_plainly((q, k, v, bias, slopes, padding)):
-        op: Callable[..., tuple[Tensor, Tensor]] = attention_op.op
+        op: Callable[..., tuple[Tensor, Tensor]] = attention_op
     elif torch.is_grad_enabled() and any_requires_grad(q, k, v, bias):
         how = patterns, scale, softcap, dropout_p, precision
         bias = None if bias is None else alive(bias)
@@ -202,18 +202,16 @@ def _attention_backward_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: An
     return one_by_one(attention_backward_op, info.batch_size, in_dims, arguments)
 
 
-def _attention_autocast(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    device = q.device.type
-    dtype = torch.get_autocast_dtype(device)
+def _attention_cast(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Any, ...]:
+    dtype = torch.get_autocast_dtype(q.device.type)
     patterns, scale, bias, *others = rest
     if bias is not None and bias.dtype != torch.float32:  # which goes with every type
         bias = lowered(bias, dtype)
-    with torch.autocast(device, enabled=False):
-        return attention_op(*(lowered(t, dtype) for t in (q, k, v)), patterns, scale, bias, *others)
+    return *(lowered(t, dtype) for t in (q, k, v)), patterns, scale, bias, *others
 
 
 attention_op.register_gradient(_attention_gradient, _attention_setup)
 attention_backward_op.register_gradient(_attention_second)
 attention_op.register_vmap(_attention_vmap)
 attention_backward_op.register_vmap(_attention_backward_vmap)
-register_autocast("attention", _attention_autocast)
+attention_op.register_autocast(_attention_cast)

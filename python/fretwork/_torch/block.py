@@ -9,7 +9,7 @@ from fretwork import _shapes
 from fretwork._shapes import Shape, both, product_shape, size
 from fretwork._torch.differentiable import DifferentiableOp
 from fretwork._torch.private import alive, any_requires_grad, node_apply
-from fretwork._torch.registration import autocast_operands, operand
+from fretwork._torch.registration import cast_first, operand
 from fretwork._torch.vmap import one_by_one, sample_shape
 from fretwork.patterns import BlockLayout
 from fretwork.patterns.block import block_layout
@@ -88,7 +88,7 @@ def _register_product(call: DifferentiableOp) -> None:
     call.register_fake(fake)
     call.register_gradient(backward, setup)
     call.register_vmap(vmap)
-    autocast_operands(op, 2, call)
+    call.register_autocast(cast_first(2))
 
 
 def _fold(tensor: Tensor, dim: int | None, batch: int, z: int, always: bool = False) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fretwork import _shapes
 from fretwork._shapes import ConvGeometry
 from fretwork._torch.differentiable import DifferentiableOp
-from fretwork._torch.registration import autocast_operands, operand
+from fretwork._torch.registration import cast_first, operand
 from fretwork._torch.vmap import one_by_one
 from fretwork.patterns.block import block_layout
 
@@ -141,4 +141,4 @@ _register_vmap(conv_op, 3, folds=True)
 _register_vmap(backward_x_op, 2, folds=True)
 _register_vmap(backward_values_op, 2, folds=False)
 
-autocast_operands("block_conv2d", 3, conv_op)
+conv_op.register_autocast(cast_first(3))

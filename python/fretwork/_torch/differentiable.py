@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_compiling
 
-from fretwork._torch.private import alive, any_requires_grad, bare, in_plain_eager, node_apply
-from fretwork._torch.registration import ops
+from fretwork._torch.arguments import autocasts
+from fretwork._torch.private import alive, any_requires_grad, bare, in_autocast, in_eager, node_apply
+from fretwork._torch.registration import ops, register_autocast
 
 Rule = Callable[..., Any]
 
@@ -22,18 +23,24 @@ Rule = Callable[..., Any]
 _PLAIN = frozenset((Tensor, nn.Parameter, str, bool, int, float, tuple, type(None), torch.dtype))
 
 
+def called_eagerly(arguments: Iterable[object]) -> bool:
+    """Whether nothing but autograd and autocast sees a call: no compiler, mode, transform or subclass of Tensor."""
+    return not is_compiling() and in_eager() and _PLAIN.issuperset(map(type, arguments))
+
+
 def called_plainly(arguments: Iterable[object]) -> bool:
-    """Whether nothing but autograd sees a call: no compiler, mode, transform, autocast or subclass of Tensor."""
-    return not is_compiling() and in_plain_eager() and _PLAIN.issuperset(map(type, arguments))
+    """The same without autocast."""
+    return called_eagerly(arguments) and not in_autocast()
 
 
 class DifferentiableOp:
     """The op `fretwork::name`, with rules to be registered."""
 
-    __slots__ = ("_apply", "_defaults", "name", "op", "plain")
+    __slots__ = ("_apply", "_cast", "_defaults", "name", "op", "plain")
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self._cast: Rule | None = None
         self.op = getattr(ops, name).default
         self.plain = bare(getattr(ops, f"_{name}").default)
         # Rules see all arguments. The dispatcher, where a call went through it, has dropped those that are defaults.
@@ -62,9 +69,16 @@ class DifferentiableOp:
     def register_vmap(self, rule: Rule) -> None:
         torch.library.register_vmap(f"fretwork::{self.name}", rule)
 
+    def register_autocast(self, cast: Rule) -> None:
+        """`cast` takes the op's arguments, and gives those that it has under autocast."""
+        self._cast = cast
+        register_autocast(self.name, cast, self)
+
     def __call__(self, *arguments: Any) -> Any:
-        if not called_plainly(arguments):
+        if not called_eagerly(arguments):
             return self.op(*arguments)
+        if in_autocast() and self._cast is not None and autocasts(arguments[0]):
+            arguments = self._cast(*arguments)
         if is_grad_enabled() and any_requires_grad(*arguments):
             given = [alive(a) if type(a) is Tensor else a for a in arguments]
             return self._apply(*given, *self._defaults[len(given) :])

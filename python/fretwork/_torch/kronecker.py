@@ -9,9 +9,10 @@ from torch import Tensor
 from fretwork._checks import expect, fail
 from fretwork._shapes import check_floating
 from fretwork._torch.activation import before_activation
-from fretwork._torch.differentiable import DifferentiableOp, called_plainly
-from fretwork._torch.private import alive, any_requires_grad, bare, node_apply
-from fretwork._torch.registration import autocast_operands, operand, ops
+from fretwork._torch.arguments import autocasts
+from fretwork._torch.differentiable import DifferentiableOp, called_eagerly, called_plainly
+from fretwork._torch.private import alive, any_requires_grad, bare, in_autocast, node_apply
+from fretwork._torch.registration import cast_first, operand, ops, register_autocast
 from fretwork._torch.vmap import mapped, mapped_over_none, split
 
 ksmm_op, backward_weight_op = DifferentiableOp("ksmm"), DifferentiableOp("ksmm_backward_weight")
@@ -180,15 +181,18 @@ class _Chain(torch.autograd.Function):
         return d_x, d_bias, None, None, None, *d_weights
 
 
-_apply_chain = node_apply(_Chain)
+_apply_chain, _cast_chain = node_apply(_Chain), cast_first(3)
 
 
 def ksmm_chain_op(
     x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, activation: str, bs_last: bool, precision: str
 ) -> Tensor:
     """As a DifferentiableOp is called."""
-    op = ksmm_chain_plainly if called_plainly((x, *weights, bias)) else _chain_op
-    return op(x, weights, bias, activation, bs_last, precision)  # type: ignore[no-any-return]
+    if not called_eagerly((x, *weights, bias)):
+        return _chain_op(x, weights, bias, activation, bs_last, precision)
+    if in_autocast() and autocasts(x):
+        x, weights, bias, *_ = _cast_chain(x, weights, bias)
+    return ksmm_chain_plainly(x, weights, bias, activation, bs_last, precision)
 
 
 def ksmm_chain_plainly(
@@ -270,8 +274,8 @@ backward_weight_op.register_gradient(_backward_weight_gradient, _backward_weight
 ksmm_op.register_vmap(_vmap)
 torch.library.register_vmap("fretwork::ksmm_chain", _chain_vmap)
 backward_weight_op.register_vmap(_backward_weight_vmap)
-autocast_operands("ksmm", 3, ksmm_op)
-autocast_operands("ksmm_chain", 3, ksmm_chain_op)
+ksmm_op.register_autocast(cast_first(3))
+register_autocast("ksmm_chain", _cast_chain, ksmm_chain_op)
 
 
 # Dense matrices and weights. Each copy is the other's gradient: what lies outside the pattern has none.

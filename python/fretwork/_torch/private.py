@@ -23,16 +23,18 @@ def in_transform() -> bool:
 
 
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
-_autocast, _tracing = torch._C._is_any_autocast_enabled, torch._C._get_tracing_state
+_tracing = torch._C._get_tracing_state
+# Whether autocast is on for any device.
+in_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
-def in_plain_eager() -> bool:
-    """Whether ops run as they are called: no dispatch mode, transform, autocast, tracer of torch.jit or forward-mode
+def in_eager() -> bool:
+    """Whether ops run as they are called: no dispatch mode, transform, tracer of torch.jit or forward-mode
     differentiation is active.
 
     torch has public questions for some of these, each of which costs as much as all of them here.
     """
-    return not (_modes() or _transforms() or _autocast() or _tracing() is not None or in_forward_mode())
+    return not (_modes() or _transforms() or _tracing() is not None or in_forward_mode())
 
 
 def assert_in_graph(condition: Tensor, message: str) -> None:
@@ -53,7 +55,7 @@ any_requires_grad: Callable[..., bool] = torch._C._any_requires_grad
 
 
 def node_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`apply` without the step of Python in front of it, which looks for transforms, as `in_plain_eager` has done, and
+    """`apply` without the step of Python in front of it, which looks for transforms, as `in_eager` has done, and
     takes tensors out of transforms that have ended: callers have to do that with `alive`."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
 

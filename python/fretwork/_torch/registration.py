@@ -25,25 +25,28 @@ def operand(name: str, tensor: Tensor) -> Operand:
     return Operand(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), str(tensor.device))
 
 
-def register_autocast(op: str, function: Callable[..., Any]) -> None:
-    """Runs `function` in the place of an op under autocast.
+def register_autocast(op: str, cast: Callable[..., Any], call: Callable[..., Any]) -> None:
+    """Under autocast runs `call` in the place of an op, on what `cast` makes of the arguments.
 
     `torch.library.register_autocast` casts to one dtype, named at registration; these ops follow autocast's own.
     """
-    for device in ("CPU", "CUDA"):
-        _implementations.impl(op, function, f"Autocast{device}")
-
-
-def autocast_operands(op: str, count: int, call: Callable[..., Any]) -> None:
-    """Under autocast, casts the first `count` arguments as torch casts the operands of a matmul, before `call`."""
 
     def autocast(*arguments: Any) -> Any:
-        device = arguments[0].device.type
-        dtype = torch.get_autocast_dtype(device)
-        with torch.autocast(device, enabled=False):
-            return call(*(lowered(t, dtype) for t in arguments[:count]), *arguments[count:])
+        with torch.autocast(arguments[0].device.type, enabled=False):
+            return call(*cast(*arguments))
 
-    register_autocast(op, autocast)
+    for device in ("CPU", "CUDA"):
+        _implementations.impl(op, autocast, f"Autocast{device}")
+
+
+def cast_first(count: int) -> Callable[..., Any]:
+    """Casts the first `count` arguments as torch casts the operands of a matmul."""
+
+    def cast(*arguments: Any) -> tuple[Any, ...]:
+        dtype = torch.get_autocast_dtype(arguments[0].device.type)
+        return *(lowered(t, dtype) for t in arguments[:count]), *arguments[count:]
+
+    return cast
 
 
 def lowered(operand: Any, dtype: torch.dtype) -> Any:

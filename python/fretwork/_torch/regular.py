@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fretwork import _shapes
 from fretwork._torch.differentiable import DifferentiableOp
-from fretwork._torch.registration import autocast_operands, operand
+from fretwork._torch.registration import cast_first, operand
 from fretwork._torch.vmap import mapped, sample_shape
 from fretwork.patterns import Pattern
 
@@ -117,4 +117,4 @@ for _op in (r_sddmm_op, r_spmm_op, r_spmm_transposed_op, r_softmax_backward_op):
     _register_folding(_op, 2)
 _register_folding(r_softmax_op, 1)
 for _op in (r_sddmm_op, r_spmm_op, r_spmm_transposed_op):
-    autocast_operands(_op.name, 2, _op)
+    _op.register_autocast(cast_first(2))

@@ -11,8 +11,8 @@ from fretwork._checks import expect
 from fretwork._torch.activation import before_activation
 from fretwork._torch.arguments import FLOATING
 from fretwork._torch.differentiable import DifferentiableOp, called_plainly
-from fretwork._torch.private import alive, any_requires_grad, in_plain_eager, node_apply
-from fretwork._torch.registration import ops, register_autocast
+from fretwork._torch.private import alive, any_requires_grad, in_autocast, node_apply
+from fretwork._torch.registration import ops
 from fretwork._torch.vmap import one_by_one
 
 check_op, canonical_op = ops.two_four_check.default, ops.two_four_canonical.default
@@ -260,7 +260,7 @@ def _check_gradient(op: str, needs: tuple[bool, ...], operands: torch.dtype, res
 
 def _gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     """Without autocast, which a backward pass may run under: groups depend on the dtype, and so does the result."""
-    if not is_compiling() and in_plain_eager():
+    if not is_compiling() and not in_autocast():
         return _gradients(ctx, d_out)
     device = d_out.device.type
     with torch.autocast("cpu" if device == "meta" else device, enabled=False):
@@ -323,7 +323,7 @@ def _plain_linear(values: Tensor, metadata: Tensor, dense: Tensor, bias: Tensor 
 def linear(values: Tensor, metadata: Tensor, dense: Tensor, bias: Tensor | None, precision: str) -> Tensor:
     """`matmul_op` as a layer calls it."""
     if not called_plainly((values, metadata, dense, bias)):
-        y: Tensor = matmul_op.op(values, metadata, dense, bias, "none", None, None, None, "linear", precision, None)
+        y: Tensor = matmul_op(values, metadata, dense, bias, "none", None, None, None, "linear", precision, None)
         return y
     if torch.is_grad_enabled() and any_requires_grad(values, dense, bias):
         bias = None if bias is None else alive(bias)
@@ -377,9 +377,9 @@ def _matmul_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[
     return matmul_op(values, metadata, dense.movedim(in_dims[2], 0), *rest), 0
 
 
-def _matmul_autocast(
+def _matmul_cast(
     values: Tensor, metadata: Tensor, dense: Tensor, bias: Tensor | None, activation: str, out: Any, *rest: Any
-) -> Tensor:
+) -> tuple[Any, ...]:
     """The dense operand takes the type of the sparse one, which stays: its groups depend on it."""
     common = (torch.float32, torch.float16, torch.bfloat16)
     if dense.dtype in common and values.dtype in common:
@@ -387,8 +387,7 @@ def _matmul_autocast(
     if bias is not None and bias.dtype in common:
         takes = bias_dtypes(out or result_dtype(dense.dtype))
         bias = bias if bias.dtype in takes else bias.to(takes[-1])
-    with torch.autocast(dense.device.type, enabled=False):
-        return matmul_op(values, metadata, dense, bias, activation, out, *rest)
+    return values, metadata, dense, bias, activation, out, *rest
 
 
 compress_op.register_gradient(_compress_gradient, _compress_setup)
@@ -402,4 +401,4 @@ for _op in (compress_op, to_dense_op, gather_op, prune_op, prune_both_op):
 torch.library.register_vmap("fretwork::two_four_check", _each(check_op))
 torch.library.register_vmap("fretwork::two_four_canonical", _canonical_vmap)
 matmul_op.register_vmap(_matmul_vmap)
-register_autocast("two_four_matmul", _matmul_autocast)
+matmul_op.register_autocast(_matmul_cast)

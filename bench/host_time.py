@@ -4,7 +4,7 @@ Problems are small, so that the host is the bottleneck. On a GPU nothing waits f
 queue is emptied between samples. Prints microseconds of a forward pass without gradients, of one with them, and of
 forward and backward pass together, each with its ratio to torch's layer.
 
-  python bench/host_time.py [--device cuda] [--dtype bfloat16] [--rounds 40] [--csv FILE]
+  python bench/host_time.py [--device cuda] [--dtype bfloat16] [--autocast] [--rounds 40] [--csv FILE]
 """
 
 from __future__ import annotations
@@ -59,6 +59,16 @@ def layers(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Call, li
     return calls
 
 
+def autocasting(call: Call, device: torch.device) -> Call:
+    """The same under autocast, which a backward pass is not."""
+
+    def run() -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            return call()
+
+    return run
+
+
 def sample(call: Call, leaves: list[Tensor], mode: str, d_out: Tensor, count: int) -> float:
     """Mean microseconds of `count` calls."""
     if d_out.is_cuda:
@@ -76,9 +86,8 @@ def sample(call: Call, leaves: list[Tensor], mode: str, d_out: Tensor, count: in
         return (time.perf_counter() - began) / count * 1e6
 
 
-def measured(device: torch.device, dtype: torch.dtype, rounds: int, count: int) -> dict[str, dict[str, float]]:
+def measured(calls: dict[str, tuple[Call, list[Tensor], str]], rounds: int, count: int) -> dict[str, dict[str, float]]:
     """The least of interleaved rounds: other processes only add to it."""
-    calls = layers(device, dtype)
     times: dict[str, dict[str, list[float]]] = {name: {mode: [] for mode in MODES} for name in calls}
     for round_ in range(-3, rounds):  # the first compile and warm up
         for name, (call, leaves, _) in calls.items():
@@ -94,16 +103,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default=None, help="float32 on a CPU, bfloat16 on a GPU")
+    parser.add_argument("--autocast", action="store_true", help="float32 parameters under autocast to bfloat16")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--count", type=int, default=50, help="calls of one sample")
     parser.add_argument("--csv", help="also writes the rows there")
     given = parser.parse_args(arguments)
     device = torch.device(given.device)
-    dtype = getattr(torch, given.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    low = device.type == "cuda" and not given.autocast
+    dtype = getattr(torch, given.dtype or ("bfloat16" if low else "float32"))
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    found = measured(device, dtype, given.rounds, given.count)
-    peers = {name: peer for name, (_, _, peer) in layers(device, dtype).items()}
+    calls = layers(device, dtype)
+    if given.autocast:
+        calls = {name: (autocasting(call, device), leaves, peer) for name, (call, leaves, peer) in calls.items()}
+    found = measured(calls, given.rounds, given.count)
+    peers = {name: peer for name, (_, _, peer) in calls.items()}
     print(f"{'µs on the host, ' + str(device):32}" + "".join(f"{mode:>26}" for mode in MODES))
     for name, of in found.items():
         cells = "".join(f"{of[mode]:>18.1f} {of[mode] / found[peers[name]][mode]:>6.2f}×" for mode in MODES)

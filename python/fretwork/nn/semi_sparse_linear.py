@@ -12,7 +12,8 @@ from fretwork import two_four
 from fretwork._checks import whole_number
 from fretwork._torch import two_four as rules
 from fretwork._torch.arguments import FLOATING, as_number, check_tensor
-from fretwork._torch.private import held, in_forward_mode, in_transform
+from fretwork._torch.differentiable import called_plainly
+from fretwork._torch.private import alive, held, in_autocast, in_forward_mode, in_transform, node_apply
 from fretwork.nn.hooks import always_called
 from fretwork.two_four import TwoFour, from_parts, product_precision
 
@@ -186,14 +187,17 @@ class SemiSparseLinear(nn.Module):
             check_tensor("linear", "x", x)
             return rules.linear(values, metadata, x, bias, product_precision("linear", values.dtype, None))
         check_tensor("linear", "x", x)
-        x, weight = self._lowered(x), self._lowered(self.weight)
-        bias = None if self.bias is None else self._lowered(self.bias)
-        exact = product_precision("linear", weight.dtype, None)
-        transposable = self.prune == "transposable"
+        weight, bias = held(self, "weight"), held(self, "bias")
+        if torch.compiler.is_compiling() or in_autocast():
+            x, weight, bias = self._lowered(x), self._lowered(weight), None if bias is None else self._lowered(bias)
+        how = (self.prune == "transposable", self.decay, product_precision("linear", weight.dtype, None))
+        if called_plainly((x, weight, bias)):
+            bias = None if bias is None else alive(bias)
+            return _apply_pruned(alive(x), alive(weight), bias, *how)  # type: ignore[no-any-return]
         if not torch.compiler.is_compiling() and in_transform():
-            pruned = two_four.prune(weight.detach(), transposable=transposable)
+            pruned = two_four.prune(weight.detach(), transposable=how[0])
             return F.linear(x, _Straight.apply(weight, pruned, self.decay), bias)
-        return _PrunedLinear.apply(x, weight, bias, transposable, self.decay, exact)
+        return _PrunedLinear.apply(x, weight, bias, *how)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "SemiSparseLinear":
         """Only fp32 has pairs: where a change of dtype leaves it, the metadata follows; into it nothing fits."""
@@ -271,6 +275,9 @@ class _PrunedLinear(torch.autograd.Function):
                 d_weight = d_weight + ctx.decay * (weight - kept)
         d_x = None if d_x is None else d_x.view(*d.shape[:-1], d_x.shape[-1])
         return d_x, d_weight, rows.sum(0) if needs_bias else None, None, None, None
+
+
+_apply_pruned = node_apply(_PrunedLinear)
 
 
 class _Straight(torch.autograd.Function):

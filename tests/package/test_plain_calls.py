@@ -334,3 +334,12 @@ def test_backward_passes_that_are_compiled(name, device):
         layer(x).sum().backward()
     for got, other in zip([x, *layer.parameters()], want, strict=True):
         assert_close(got.grad, other.double(), torch.float32)
+
+
+@each_layer
+def test_without_data(name):
+    layer = layer_named(name, "meta")
+    for lead in ((5,), (2, 3)):
+        x = input_of(layer, *lead)
+        layer(x).sum().backward()
+        assert x.grad.shape == x.shape and all(p.grad.shape == p.shape for p in layer.parameters())

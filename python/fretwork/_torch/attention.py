@@ -93,7 +93,7 @@ def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs_bias:
     )
 
 
-class _Output(torch.autograd.Function):
+class Attention(torch.autograd.Function):
     """The same node for plain calls that want no lse, which is half the results and a sixth of the host's time."""
 
     @staticmethod
@@ -120,7 +120,7 @@ class _Output(torch.autograd.Function):
         return *_gradients(ctx, gradients[0], None, ctx.needs_input_grad[3]), None, None, None, None
 
 
-_apply_output = node_apply(_Output)
+_apply_output = node_apply(Attention)
 
 
 def attention_output(

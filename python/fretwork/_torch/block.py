@@ -107,7 +107,7 @@ for _op in (sdd_op, dsd_op, dds_op):
 # A layer's product, x Wᵀ + bias, in one node
 
 
-class _Linear(torch.autograd.Function):
+class BlockLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, key: str, precision: str) -> Tensor:
         ctx.how = key, precision
@@ -126,7 +126,7 @@ class _Linear(torch.autograd.Function):
         return d_x, d_values, d.sum(0) if needs_bias else None, None, None
 
 
-_apply_linear, _plain_dds = node_apply(_Linear), dds_op.plain
+_apply_linear, _plain_dds = node_apply(BlockLinear), dds_op.plain
 
 
 def _linear_forward(x: Tensor, values: Tensor, bias: Tensor | None, key: str, precision: str) -> Tensor:

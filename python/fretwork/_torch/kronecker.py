@@ -70,6 +70,22 @@ def _backward_weight_fake(
     return x.new_empty(a, b // (a * d), c // (a * d), d), x.new_empty(b if bias else 0)
 
 
+@torch.library.register_fake("fretwork::_ksmm_chain_backward")
+def _chain_backward_fake(
+    x: Tensor,
+    weights: list[Tensor],
+    d_out: Tensor,
+    bs_last: bool,
+    precision: str,
+    needs_x: bool,
+    needs_weights: int,
+    needs_bias: bool,
+) -> list[Tensor]:
+    features = d_out.shape[0 if bs_last else 1]
+    d_weights = [w.new_empty(w.shape if needs_weights >> n & 1 else 0) for n, w in enumerate(weights)]
+    return [x.new_empty(x.shape if needs_x else 0), x.new_empty(features if needs_bias else 0), *d_weights]
+
+
 # Gradients
 
 
@@ -152,7 +168,7 @@ def _chain_gradient(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
     return *_chain_gradients(ctx, d_out, *ctx.needs_input_grad[:3]), None, None, None
 
 
-class _Chain(torch.autograd.Function):
+class KroneckerChain(torch.autograd.Function):
     """The same node for plain calls, with the weights behind the other arguments, one by one."""
 
     @staticmethod
@@ -181,7 +197,7 @@ class _Chain(torch.autograd.Function):
         return d_x, d_bias, None, None, None, *d_weights
 
 
-_apply_chain, _cast_chain = node_apply(_Chain), cast_first(3)
+_apply_chain, _cast_chain = node_apply(KroneckerChain), cast_first(3)
 
 
 def ksmm_chain_op(

@@ -294,7 +294,7 @@ def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     return d_values, None, d_dense, d_bias, None, None, None, None, None, None, None
 
 
-class _Linear(torch.autograd.Function):
+class TwoFourLinear(torch.autograd.Function):
     """The same node for a layer's plain calls, with fewer arguments; its dtypes have gradients."""
 
     @staticmethod
@@ -312,7 +312,7 @@ class _Linear(torch.autograd.Function):
         return *_gradient(ctx, gradients[0])[:4], None
 
 
-_apply_linear, _plain_matmul = node_apply(_Linear), matmul_op.plain
+_apply_linear, _plain_matmul = node_apply(TwoFourLinear), matmul_op.plain
 
 
 def _plain_linear(values: Tensor, metadata: Tensor, dense: Tensor, bias: Tensor | None, precision: str) -> Tensor:

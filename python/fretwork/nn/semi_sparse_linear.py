@@ -197,7 +197,7 @@ class SemiSparseLinear(nn.Module):
         if not torch.compiler.is_compiling() and in_transform():
             pruned = two_four.prune(weight.detach(), transposable=how[0])
             return F.linear(x, _Straight.apply(weight, pruned, self.decay), bias)
-        return _PrunedLinear.apply(x, weight, bias, *how)
+        return PrunedLinear.apply(x, weight, bias, *how)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "SemiSparseLinear":
         """Only fp32 has pairs: where a change of dtype leaves it, the metadata follows; into it nothing fits."""
@@ -234,7 +234,7 @@ class SemiSparseLinear(nn.Module):
         )
 
 
-class _PrunedLinear(torch.autograd.Function):
+class PrunedLinear(torch.autograd.Function):
     """x · prune(weight)ᵀ + bias, whose gradient goes straight through to the weight."""
 
     @staticmethod
@@ -277,7 +277,7 @@ class _PrunedLinear(torch.autograd.Function):
         return d_x, d_weight, rows.sum(0) if needs_bias else None, None, None, None
 
 
-_apply_pruned = node_apply(_PrunedLinear)
+_apply_pruned = node_apply(PrunedLinear)
 
 
 class _Straight(torch.autograd.Function):

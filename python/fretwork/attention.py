@@ -147,7 +147,7 @@ def attention(
         check_tensor(op, "bias", bias)
     if key_padding_mask is not None:
         check_tensor(op, "key_padding_mask", key_padding_mask)
-    keys = pattern_keys(flat_patterns(op, pattern, q.shape))
+    keys = pattern_keys((pattern,) if isinstance(pattern, Pattern) else flat_patterns(op, pattern, q.shape))
     if scale is not None:
         scale = as_number(op, "scale", scale)
     rate = as_number(op, "dropout_p", dropout_p)
@@ -159,11 +159,11 @@ def attention(
     cap = as_number(op, "softcap", softcap)
     p = rate if rate < 1 else 0.0
     precision = precision_name(op, precision)
-    call = (q, k, v, keys, scale, bias, slopes, cap, p, seed, precision, key_padding_mask)
+    lse = None
     if return_lse:
-        o, lse = attention_op(*call)
+        o, lse = attention_op(q, k, v, keys, scale, bias, slopes, cap, p, seed, precision, key_padding_mask)
     else:
-        o, lse = attention_output(*call), None
+        o = attention_output(q, k, v, bias, slopes, seed, key_padding_mask, (keys, scale, cap, p, precision))
     if rate == 1:
         o = torch.where(torch.zeros_like(o, dtype=torch.bool), o, 0)  # all dropped; zero gradients
     return o if lse is None else (o, lse)

@@ -120,32 +120,27 @@ class Attention(torch.autograd.Function):
         return *_gradients(ctx, gradients[0], None, ctx.needs_input_grad[3]), None, None, None, None
 
 
-_apply_output = node_apply(Attention)
+_apply_attention = node_apply(Attention)
 
 
 def attention_output(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    patterns: str,
-    scale: float | None,
     bias: Tensor | None,
     slopes: Tensor | None,
-    softcap: float,
-    dropout_p: float,
     seed: Tensor | None,
-    precision: str,
     padding: Tensor | None,
+    how: tuple[str, float | None, float, float, str],
 ) -> Tensor:
-    """`attention_op` without lse."""
-    if not called_plainly((q, k, v, bias, slopes, padding)):
-        op: Callable[..., tuple[Tensor, Tensor]] = attention_op
-    elif torch.is_grad_enabled() and any_requires_grad(q, k, v, bias):
-        how = patterns, scale, softcap, dropout_p, precision
-        bias = None if bias is None else alive(bias)
-        return _apply_output(alive(q), alive(k), alive(v), bias, slopes, seed, padding, how)  # type: ignore[no-any-return]
-    else:
+    """`attention_op` without lse. `how` is patterns, scale, softcap, dropout_p and precision."""
+    op: Callable[..., tuple[Tensor, Tensor]] = attention_op
+    if called_plainly((q, k, v, bias, slopes, padding)):
+        if torch.is_grad_enabled() and any_requires_grad(q, k, v, bias):
+            bias = None if bias is None else alive(bias)
+            return _apply_attention(alive(q), alive(k), alive(v), bias, slopes, seed, padding, how)  # type: ignore[no-any-return]
         op = attention_op.plain
+    patterns, scale, softcap, dropout_p, precision = how
     return op(q, k, v, patterns, scale, bias, slopes, softcap, dropout_p, seed, precision, padding)[0]
 
 

@@ -124,31 +124,36 @@ void canonical(StableIValue* stack, std::uint64_t, std::uint64_t) {
   stack[1] = torch::stable::detail::from(bad);
 }
 
-void to_dense(StableIValue* stack, std::uint64_t, std::uint64_t) {
+Tensor expanded(const Tensor& values, const Tensor& metadata, std::int64_t dim) {
   constexpr const char* kOp = "to_dense";
-  Arguments arguments(stack);
-  const Tensor values = arguments.tensor(), metadata = arguments.tensor();
-  const ConstTwoFour matrix = sparse(kOp, values, metadata, arguments.integer());
-  const Tensor dense = empty_like(matrix.shape(), values);
+  const ConstTwoFour matrix = sparse(kOp, values, metadata, dim);
+  Tensor dense = empty_like(matrix.shape(), values);
   Call call(values);
   fretwork::two_four::to_dense(matrix, out_view(kOp, "dense", dense, kElements), call.context());
-  stack[0] = torch::stable::detail::from(dense);
+  return dense;
 }
 
-void gather(StableIValue* stack, std::uint64_t, std::uint64_t) {
-  constexpr const char* kOp = "gather";
+void to_dense(StableIValue* stack, std::uint64_t, std::uint64_t) {
   Arguments arguments(stack);
-  const Tensor dense = arguments.tensor(), metadata = arguments.tensor();
-  const std::int64_t dim = arguments.integer();
+  const Tensor values = arguments.tensor(), metadata = arguments.tensor();
+  stack[0] = torch::stable::detail::from(expanded(values, metadata, arguments.integer()));
+}
 
+Tensor gathered(const Tensor& dense, const Tensor& metadata, std::int64_t dim) {
+  constexpr const char* kOp = "gather";
   const ConstTensorView input = view(kOp, "dense", dense, kElements);
   const bool down = dim == 0;
-  const Tensor values =
-      empty_lines(input.size(down ? 1 : 0), input.size(down ? 0 : 1) / 2, dim, dtype_code(dense), dense);
+  Tensor values = empty_lines(input.size(down ? 1 : 0), input.size(down ? 0 : 1) / 2, dim, dtype_code(dense), dense);
   Call call(dense);
   fretwork::two_four::gather(input, view(kOp, "metadata", metadata, kWords), axis(dim),
                              out_view(kOp, "values", values, kElements), call.context());
-  stack[0] = torch::stable::detail::from(values);
+  return values;
+}
+
+void gather(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  Arguments arguments(stack);
+  const Tensor dense = arguments.tensor(), metadata = arguments.tensor();
+  stack[0] = torch::stable::detail::from(gathered(dense, metadata, arguments.integer()));
 }
 
 void prune(StableIValue* stack, std::uint64_t, std::uint64_t) {
@@ -235,6 +240,30 @@ void matmul(StableIValue* stack, std::uint64_t, std::uint64_t) {
   stack[0] = torch::stable::detail::from(out);
 }
 
+Tensor sum_of_rows(const Tensor& matrix) {
+  const std::int64_t rows[] = {0};
+  return torch::stable::sum(matrix, torch::headeronly::IntHeaderOnlyArrayRef(rows, 1));
+}
+
+/// The gradients of a layer's product x Wᵀ + bias, x (…, in), in one op: of x if there are values, of the values if
+/// there is an x, and of the bias. Those not wanted are empty. The dense products are torch's own.
+void linear_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  Arguments arguments(stack);
+  const Tensor d_out = arguments.tensor();
+  const std::optional<Tensor> x = arguments.optional_tensor(), values = arguments.optional_tensor();
+  const Tensor metadata = arguments.tensor();
+  const bool needs_bias = arguments.flag();
+
+  const auto rows_of = [](const Tensor& t) { return t.dim() == 2 ? t : torch::stable::flatten(t, 0, -2); };
+  const Tensor rows = rows_of(d_out), none = empty_like(std::array<std::int64_t, 1>{0}, d_out);
+  const Tensor d_x = values ? torch::stable::matmul(d_out, expanded(*values, metadata, 1)) : none;
+  const Tensor d_values =
+      x ? gathered(torch::stable::matmul(torch::stable::transpose(rows, 0, 1), rows_of(*x)), metadata, 1) : none;
+  stack[0] = torch::stable::detail::from(d_x);
+  stack[1] = torch::stable::detail::from(d_values);
+  stack[2] = torch::stable::detail::from(needs_bias ? sum_of_rows(rows) : none);
+}
+
 void implement(torch::stable::detail::StableLibrary& m) {
   implement_twins(m, "two_four_compress", &compress);
   m.impl("two_four_check", &check);
@@ -244,6 +273,7 @@ void implement(torch::stable::detail::StableLibrary& m) {
   implement_twins(m, "two_four_prune", &prune);
   implement_twins(m, "two_four_prune_both", &prune_both);
   implement_twins(m, "two_four_matmul", &matmul);
+  m.impl("_two_four_linear_backward", &linear_backward);
 }
 
 }  // namespace
@@ -267,6 +297,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fretwork, m) {
                "two_four_matmul(Tensor values, Tensor metadata, Tensor dense, Tensor? bias, str activation, "
                "ScalarType? out_dtype, "
                "Tensor? scale_a, Tensor? scale_b, str product, str precision, Tensor? scale_out=None) -> Tensor");
+  m.def(
+      "_two_four_linear_backward(Tensor d_out, Tensor? x, Tensor? values, Tensor metadata, bool needs_bias) -> (Tensor "
+      "d_x, Tensor d_values, Tensor d_bias)");
 }
 STABLE_TORCH_LIBRARY_IMPL(fretwork, CPU, m) { implement(m); }
 STABLE_TORCH_LIBRARY_IMPL(fretwork, CUDA, m) { implement(m); }

@@ -11,7 +11,7 @@ from fretwork._checks import expect
 from fretwork._torch.activation import before_activation
 from fretwork._torch.arguments import FLOATING
 from fretwork._torch.differentiable import DifferentiableOp, called_plainly
-from fretwork._torch.private import alive, any_requires_grad, in_autocast, node_apply
+from fretwork._torch.private import alive, any_requires_grad, bare, in_autocast, node_apply
 from fretwork._torch.registration import ops
 from fretwork._torch.vmap import one_by_one
 
@@ -309,10 +309,30 @@ class TwoFourLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gradient(ctx, gradients[0])[:4], None
+        (d,) = gradients
+        values, metadata, dense, *_ = ctx.saved_tensors
+        if torch.is_grad_enabled() or d.dim() < 2 or not called_plainly((d, values, metadata, dense)):
+            return *_gradient(ctx, d)[:4], None
+        needs_values, _, needs_dense, needs_bias, _ = ctx.needs_input_grad
+        asked = dense if needs_values else None, values if needs_dense else None
+        d_dense, d_values, d_bias = _plain_backward(d, *asked, metadata, needs_bias)
+        found = d_dense if needs_dense else None, d_bias if needs_bias else None
+        return d_values if needs_values else None, None, *found, None
 
 
 _apply_linear, _plain_matmul = node_apply(TwoFourLinear), matmul_op.plain
+_plain_backward = bare(ops._two_four_linear_backward.default)
+
+
+@torch.library.register_fake("fretwork::_two_four_linear_backward")
+def _linear_backward_fake(
+    d: Tensor, dense: Tensor | None, values: Tensor | None, metadata: Tensor, needs_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        d.new_empty(0 if values is None else (*d.shape[:-1], 2 * values.shape[1])),
+        d.new_empty(0 if dense is None else (d.shape[-1], dense.shape[-1] // 2)),
+        d.new_empty(d.shape[-1] if needs_bias else 0),
+    )
 
 
 def _plain_linear(values: Tensor, metadata: Tensor, dense: Tensor, bias: Tensor | None, precision: str) -> Tensor:

@@ -4,17 +4,17 @@ Problems are small, so that the host is the bottleneck. On a GPU nothing waits f
 queue is emptied between samples. Prints microseconds of a forward pass without gradients, of one with them, and of
 forward and backward pass together, each with its ratio to torch's layer.
 
-  python bench/host_time.py [--device cuda] [--dtype bfloat16] [--autocast] [--rounds 40] [--csv FILE]
+  python bench/host_time.py [--device cuda] [--dtype bfloat16] [--autocast] [--rounds 40] [--out bench/results]
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fretwork as fw
+from fretwork._torch.arguments import dtype_name
+from rows import folder, machine, store
 
 Call = Callable[[], Tensor]
 MODES = ("inference", "forward", "forward + backward")
@@ -106,7 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--autocast", action="store_true", help="float32 parameters under autocast to bfloat16")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--count", type=int, default=50, help="calls of one sample")
-    parser.add_argument("--csv", help="also writes the rows there")
+    parser.add_argument("--out", type=Path, help="folder of results to keep the rows in, such as bench/results")
     given = parser.parse_args(arguments)
     device = torch.device(given.device)
     low = device.type == "cuda" and not given.autocast
@@ -122,14 +124,13 @@ def main(arguments: list[str] | None = None) -> None:
     for name, of in found.items():
         cells = "".join(f"{of[mode]:>18.1f} {of[mode] / found[peers[name]][mode]:>6.2f}×" for mode in MODES)
         print(f"{name:32}{cells}")
-    if given.csv:
-        with open(given.csv, "w", newline="") as file:
-            rows = csv.writer(file)
-            rows.writerow(["layer", "peer", "device", "mode", "us", "ratio"])
-            for name, of in found.items():
-                for mode in MODES:
-                    ratio = of[mode] / found[peers[name]][mode]
-                    rows.writerow([name, peers[name], device, mode, f"{of[mode]:.2f}", f"{ratio:.3f}"])
+    if given.out:
+        facts = {**machine(device), "dtype": dtype_name(dtype), "autocast": given.autocast}
+        rows = [
+            {**facts, "layer": name, "peer": peers[name], "us": of, "peer_us": found[peers[name]]}
+            for name, of in found.items()
+        ]
+        store(folder(given.out, facts) / "host_time.json", rows, ("device", "layer", "dtype", "autocast"))
 
 
 if __name__ == "__main__":

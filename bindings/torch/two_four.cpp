@@ -293,10 +293,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fretwork, m) {
       m,
       "two_four_prune_both(Tensor dense, ScalarType metadata_dtype) -> (Tensor row_values, Tensor row_metadata, Tensor "
       "col_values, Tensor col_metadata)");
-  define_twins(m,
-               "two_four_matmul(Tensor values, Tensor metadata, Tensor dense, Tensor? bias, str activation, "
-               "ScalarType? out_dtype, "
-               "Tensor? scale_a, Tensor? scale_b, str product, str precision, Tensor? scale_out=None) -> Tensor");
+  define_twins(
+      m,
+      "two_four_matmul(Tensor values, Tensor metadata, Tensor dense, Tensor? bias, str activation, ScalarType? "
+      "out_dtype, Tensor? scale_a, Tensor? scale_b, str product, str precision, Tensor? scale_out=None) -> "
+      "Tensor");
   m.def(
       "_two_four_linear_backward(Tensor d_out, Tensor? x, Tensor? values, Tensor metadata, bool needs_bias) -> (Tensor "
       "d_x, Tensor d_values, Tensor d_bias)");

@@ -395,57 +395,50 @@ auto cuda_call() {
       .Attrs();
 }
 
+/// What XLA calls for an op on each platform.
+struct Handlers {
+  const char* op;
+  XLA_FFI_Handler *cpu, *cuda;
+};
+
+template <Op op>
+Handlers handlers(const char* name) {
+  XLA_FFI_DEFINE_HANDLER(cpu, on_cpu<op>, cpu_call());
+  XLA_FFI_DEFINE_HANDLER(cuda, on_cuda<op>, cuda_call());
+  return {name, cpu, cuda};
+}
+
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_matmul_cpu, on_cpu<matmul>, cpu_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_matmul_cuda, on_cuda<matmul>, cuda_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_softmax_cpu, on_cpu<softmax>, cpu_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_softmax_cuda, on_cuda<softmax>, cuda_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_softmax_backward_cpu, on_cpu<softmax_backward>, cpu_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_softmax_backward_cuda, on_cuda<softmax_backward>, cuda_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_pack_cpu, on_cpu<pack>, cpu_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_pack_cuda, on_cuda<pack>, cuda_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_unpack_cpu, on_cpu<unpack>, cpu_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_unpack_cuda, on_cuda<unpack>, cuda_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_block_conv2d_cpu, on_cpu<block_conv2d>, cpu_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_block_conv2d_cuda, on_cuda<block_conv2d>, cuda_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_block_conv2d_backward_x_cpu, on_cpu<block_conv2d_backward_x>, cpu_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_block_conv2d_backward_x_cuda, on_cuda<block_conv2d_backward_x>, cuda_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_block_conv2d_backward_values_cpu, on_cpu<block_conv2d_backward_values>,
-                              cpu_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_block_conv2d_backward_values_cuda, on_cuda<block_conv2d_backward_values>,
-                              cuda_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_ksmm_cpu, on_cpu<ksmm>, cpu_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_ksmm_cuda, on_cuda<ksmm>, cuda_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_ksmm_chain_cpu, on_cpu<ksmm_chain>, cpu_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_ksmm_chain_cuda, on_cuda<ksmm_chain>, cuda_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_ksmm_backward_weight_cpu, on_cpu<ksmm_backward_weight>, cpu_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_ksmm_backward_weight_cuda, on_cuda<ksmm_backward_weight>, cuda_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_attention_cpu, on_cpu<attention>, cpu_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_attention_cuda, on_cuda<attention>, cuda_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_attention_backward_cpu, on_cpu<attention_backward>, cpu_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_attention_backward_cuda, on_cuda<attention_backward>, cuda_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_r_sddmm_cpu, on_cpu<r_sddmm>, cpu_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_r_sddmm_cuda, on_cuda<r_sddmm>, cuda_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_r_spmm_cpu, on_cpu<r_spmm>, cpu_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_r_spmm_cuda, on_cuda<r_spmm>, cuda_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_r_spmm_transposed_cpu, on_cpu<r_spmm_transposed>, cpu_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_r_spmm_transposed_cuda, on_cuda<r_spmm_transposed>, cuda_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_r_softmax_cpu, on_cpu<r_softmax>, cpu_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_r_softmax_cuda, on_cuda<r_softmax>, cuda_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_r_softmax_backward_cpu, on_cpu<r_softmax_backward>, cpu_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_r_softmax_backward_cuda, on_cuda<r_softmax_backward>, cuda_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_compress_cpu, on_cpu<two_four_compress>, cpu_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_compress_cuda, on_cuda<two_four_compress>, cuda_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_check_cpu, on_cpu<two_four_check>, cpu_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_check_cuda, on_cuda<two_four_check>, cuda_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_canonical_cpu, on_cpu<two_four_canonical>, cpu_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_canonical_cuda, on_cuda<two_four_canonical>, cuda_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_to_dense_cpu, on_cpu<two_four_to_dense>, cpu_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_to_dense_cuda, on_cuda<two_four_to_dense>, cuda_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_gather_cpu, on_cpu<two_four_gather>, cpu_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_gather_cuda, on_cuda<two_four_gather>, cuda_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_prune_cpu, on_cpu<two_four_prune>, cpu_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_prune_cuda, on_cuda<two_four_prune>, cuda_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_matmul_cpu, on_cpu<two_four_matmul>, cpu_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_matmul_cuda, on_cuda<two_four_matmul>, cuda_call());
+/// Every op, and an empty name behind the last; fretwork.jax registers them.
+extern "C" const Handlers* fretwork_jax_handlers() {
+  static const Handlers all[] = {
+      handlers<matmul>("matmul"),
+      handlers<softmax>("softmax"),
+      handlers<softmax_backward>("softmax_backward"),
+      handlers<pack>("pack"),
+      handlers<unpack>("unpack"),
+      handlers<block_conv2d>("block_conv2d"),
+      handlers<block_conv2d_backward_x>("block_conv2d_backward_x"),
+      handlers<block_conv2d_backward_values>("block_conv2d_backward_values"),
+      handlers<ksmm>("ksmm"),
+      handlers<ksmm_chain>("ksmm_chain"),
+      handlers<ksmm_backward_weight>("ksmm_backward_weight"),
+      handlers<attention>("attention"),
+      handlers<attention_backward>("attention_backward"),
+      handlers<r_sddmm>("r_sddmm"),
+      handlers<r_spmm>("r_spmm"),
+      handlers<r_spmm_transposed>("r_spmm_transposed"),
+      handlers<r_softmax>("r_softmax"),
+      handlers<r_softmax_backward>("r_softmax_backward"),
+      handlers<two_four_compress>("two_four_compress"),
+      handlers<two_four_check>("two_four_check"),
+      handlers<two_four_canonical>("two_four_canonical"),
+      handlers<two_four_to_dense>("two_four_to_dense"),
+      handlers<two_four_gather>("two_four_gather"),
+      handlers<two_four_prune>("two_four_prune"),
+      handlers<two_four_matmul>("two_four_matmul"),
+      {},
+  };
+  return all;
+}

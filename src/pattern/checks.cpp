@@ -36,6 +36,17 @@ void check_data(const char* op, const char* argument, const ConstTensorView& ten
   }
 }
 
+void check_same(const char* op, const char* argument, const ConstTensorView& tensor, const ConstTensorView& like,
+                const Context& context) {
+  if (tensor.dtype != like.dtype) {
+    throw Error(op, argument, name_of(like.dtype), name_of(tensor.dtype));
+  }
+  if (shape_text(tensor.shape()) != shape_text(like.shape())) {
+    throw Error(op, argument, "shape " + shape_text(like.shape()), shape_text(tensor.shape()));
+  }
+  check_device(op, argument, tensor, context);
+}
+
 std::int64_t check_packed(const char* op, const char* argument, const ConstTensorView& tensor,
                           const BlockLayout& layout) {
   const auto& s = layout.sizes();

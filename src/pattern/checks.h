@@ -18,6 +18,9 @@ void check_context(const char* op, const Context& context);
 /// Memory of the context's device, and not null where there are elements.
 void check_device(const char* op, const char* argument, const ConstTensorView& tensor, const Context& context);
 void check_data(const char* op, const char* argument, const ConstTensorView& tensor);
+/// The type, shape and device of `like`, which has passed its checks.
+void check_same(const char* op, const char* argument, const ConstTensorView& tensor, const ConstTensorView& like,
+                const Context& context);
 /// Blocks packed in `layout`, with or without Z; gives the batch, 1 where there is no Z.
 std::int64_t check_packed(const char* op, const char* argument, const ConstTensorView& tensor,
                           const BlockLayout& layout);

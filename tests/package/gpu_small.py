@@ -6,6 +6,7 @@ packing, convolutions with their gradients, Kronecker products, attention in eac
 decoding and SPLAT's operators, and 2:4 products and tools. `gpu_small.py cuda two_four` runs one part alone.
 """
 
+import inspect
 import itertools
 import sys
 
@@ -232,8 +233,11 @@ def two_four(device):
     fw.TwoFour(s.values, s.metadata.view(torch.uint16))
 
 
-PARTS = (products, long_rows, many_lines, softmax, packing, convolutions, kronecker, chains, attention, decoding)
-PARTS += (operators, two_four)
+def takes_a_device(thing):
+    return inspect.isfunction(thing) and list(inspect.signature(thing).parameters) == ["device"]
+
+
+PARTS = [thing for thing in list(globals().values()) if takes_a_device(thing)]
 
 
 def main(device: str = "cuda", *names: str) -> None:

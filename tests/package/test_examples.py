@@ -12,29 +12,10 @@ import torch
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-MODULES = [
-    "fretwork",
-    "fretwork.patterns",
-    *(f"fretwork.patterns.{name}" for name in ("block", "kronecker", "pattern", "regular")),
-    "fretwork.attention",
-    "fretwork.block",
-    "fretwork.conv",
-    "fretwork.regular",
-    "fretwork.kronecker",
-    "fretwork.two_four",
-    "fretwork.nn.block_sparse_conv2d",
-    "fretwork.nn.block_sparse_linear",
-    "fretwork.nn.ks_linear",
-    "fretwork.nn.multihead_attention",
-    "fretwork.nn.semi_sparse_linear",
-    "fretwork.compat.ksmm",
-    "fretwork.compat.natten",
-    "fretwork.compat.torch_blocksparse",
-    *(f"fretwork.compat.torch_blocksparse.{name}" for name in ("attention", "batchnorm", "conv", "matmul", "permute")),
-    *(f"fretwork.compat.torch_blocksparse.{name}" for name in ("deepspeedsparseselfattention", "relu", "softmax")),
-    *(f"fretwork.compat.deepspeed.{name}" for name in ("matmul", "sparse_self_attention", "sparsity_config")),
-    "fretwork.compat.deepspeed",
-]
+PACKAGE = Path(__file__).resolve().parents[2] / "python" / "fretwork"
+WITH_EXAMPLES = [file for file in sorted(PACKAGE.rglob("*.py")) if ">>>" in file.read_text()]
+NAMES = [".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) for file in WITH_EXAMPLES]
+MODULES = [name.removesuffix(".__init__") for name in NAMES if ".jax." not in name]  # test_jax.py has those
 
 
 @pytest.mark.parametrize("name", MODULES)

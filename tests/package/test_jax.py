@@ -3,6 +3,7 @@
 import doctest
 import functools
 import importlib
+import pkgutil
 import re
 import threading
 
@@ -523,8 +524,7 @@ def test_core_errors_arrive():
 
 
 @pytest.mark.parametrize(
-    "name",
-    [f"fretwork.jax{room}" for room in ("", ".attention", ".block", ".conv", ".kronecker", ".regular", ".two_four")],
+    "name", ["fretwork.jax", *(f"fretwork.jax.{m.name}" for m in pkgutil.iter_modules(fj.__path__) if m.name[0] != "_")]
 )
 def test_examples(name):
     jax.config.update("jax_enable_x64", False)  # as users have it

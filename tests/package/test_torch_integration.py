@@ -11,6 +11,7 @@ import threading
 import pytest
 import torch
 from conftest import assert_close, some_layout
+from torch._library import simple_registry
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
@@ -61,6 +62,20 @@ def test_opcheck(op, device):
     packet = getattr(torch.ops.fretwork, op).default
     torch.library.opcheck(packet, arguments(op, device))
     torch.library.opcheck(packet, arguments(op, device, lead=(2,), grad=False))
+
+
+def test_every_op_has_its_rules():
+    """What has no fake cannot be traced, and without a gradient one would be lost in silence."""
+    none = {"two_four_canonical", "two_four_check"}  # words and checks
+    every = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fretwork::")]
+    for name in set(every) - {"fretwork::_nothing"}:
+        has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, name)
+        assert simple_registry.singleton.find(name).fake_impl.kernel, f"{name} has no fake"
+        if name.startswith("fretwork::_"):  # for plain calls alone, which make their nodes themselves
+            assert not has("Autograd"), f"{name} runs rules"
+            continue
+        assert has("FuncTorchBatched"), f"{name} has no batching rule"
+        assert has("Autograd") or name.removeprefix("fretwork::") in none, f"{name} has no gradient"
 
 
 @pytest.mark.parametrize("trans", [(True, False), (False, True), (True, True)])

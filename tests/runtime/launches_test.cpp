@@ -95,7 +95,7 @@ class RecordedOps : public testing::Test {
   std::size_t before_ = 0;
 };
 
-TEST_F(RecordedOps, BlockProducts) {
+TEST_F(RecordedOps, Blocks) {
   for (int n = 0; n < 200; ++n, memory_.clear()) {
     const DType dtype = type();
     const Index block = pick({8, 16, 32, 64, 128}), heads = pick({1, 2}), z = pick({1, 3});
@@ -108,6 +108,9 @@ TEST_F(RecordedOps, BlockProducts) {
     dsd(values, wide, blocks, tall, context_);
     dsd(values, tall, blocks, wide, context_, {true, false});
     block_softmax(values, blocks, values, context_);
+    const TensorView dense = tensor(dtype, {z, heads, rows * block, cols * block});
+    block_pack(dense, blocks, values, context_);
+    block_unpack(values, blocks, 0.0, dense, context_);
   }
 }
 

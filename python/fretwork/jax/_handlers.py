@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -13,22 +14,6 @@ from fretwork._library import library_path
 from fretwork._shapes import Operand
 from fretwork.patterns import BlockLayout, KroneckerPattern, Pattern
 
-_OPS = (
-    *("matmul", "softmax", "softmax_backward", "pack", "unpack", "ksmm", "ksmm_chain", "ksmm_backward_weight"),
-    *("block_conv2d", "block_conv2d_backward_x", "block_conv2d_backward_values"),
-    *("attention", "attention_backward"),
-    *("r_sddmm", "r_spmm", "r_spmm_transposed", "r_softmax", "r_softmax_backward"),
-    *(
-        "two_four_compress",
-        "two_four_check",
-        "two_four_canonical",
-        "two_four_to_dense",
-        "two_four_gather",
-        "two_four_prune",
-        "two_four_matmul",
-    ),
-)
-
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -36,12 +21,19 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+class _Handlers(ctypes.Structure):
+    """What XLA calls for an op on each platform."""
+
+    _fields_ = (("op", ctypes.c_char_p), ("cpu", ctypes.c_void_p), ("CUDA", ctypes.c_void_p))
+
+
 def _register() -> None:
-    library = ctypes.CDLL(str(library_path("fretwork_jax")))
-    for op in _OPS:
+    listed = ctypes.CDLL(str(library_path("fretwork_jax"))).fretwork_jax_handlers
+    listed.restype = ctypes.POINTER(_Handlers)
+    for handlers in itertools.takewhile(lambda h: h.op, map(listed().__getitem__, itertools.count())):
         for platform in ("cpu", "CUDA"):
-            handler = getattr(library, f"fretwork_{op}_{platform.lower()}")
-            jax.ffi.register_ffi_target(f"fretwork_{op}", jax.ffi.pycapsule(handler), platform=platform)
+            handler = jax.ffi.pycapsule(getattr(handlers, platform))
+            jax.ffi.register_ffi_target(f"fretwork_{handlers.op.decode()}", handler, platform=platform)
 
 
 _register()

@@ -18,18 +18,6 @@ using block_softmax_op::Problem;
 constexpr const char* kForward = "block_softmax";
 constexpr const char* kBackward = "block_softmax_backward";
 
-/// A tensor that must look like `like`, which has passed its checks.
-void check_same(const char* op, const char* argument, const ConstTensorView& tensor, const ConstTensorView& like,
-                const Context& context) {
-  if (tensor.dtype != like.dtype) {
-    throw Error(op, argument, name_of(like.dtype), name_of(tensor.dtype));
-  }
-  if (shape_text(tensor.shape()) != shape_text(like.shape())) {
-    throw Error(op, argument, "shape " + shape_text(like.shape()), shape_text(tensor.shape()));
-  }
-  check_device(op, argument, tensor, context);
-}
-
 Packed packed(const ConstTensorView& t) {
   return {operand_data(t), t.stride(-4), t.stride(-3), t.stride(-2), t.stride(-1)};
 }

@@ -5,17 +5,15 @@
 #include "device/types.cuh"
 #include "ops/block_pack/cuda/params.h"
 
-namespace fretwork {
-
-inline constexpr int kPackThreads = 256, kPackUnits = 4;  // units per thread, so that several loads are in flight
+namespace fretwork::block_pack_op {
 
 /// Index: u32 if the total fits, because 64-bit divisions would cost more than the copy.
 template <typename Unit, typename Index>
-__global__ void __launch_bounds__(kPackThreads) block_pack(const __grid_constant__ PackParams p) {
-  const i64 first = static_cast<i64>(blockIdx.x) * kPackThreads * kPackUnits + threadIdx.x;
+__global__ void __launch_bounds__(kThreads) pack(const __grid_constant__ Params p) {
+  const i64 first = static_cast<i64>(blockIdx.x) * kThreads * kUnits + threadIdx.x;
 #pragma unroll
-  for (int u = 0; u < kPackUnits; ++u) {
-    const i64 n = first + u * kPackThreads;
+  for (int u = 0; u < kUnits; ++u) {
+    const i64 n = first + u * kThreads;
     if (n < p.total) {
       Index rest = static_cast<Index>(n);
       const Index x = rest % static_cast<Index>(p.block_cols);
@@ -24,7 +22,7 @@ __global__ void __launch_bounds__(kPackThreads) block_pack(const __grid_constant
       rest /= static_cast<Index>(p.block_rows);
       const Index block = rest % static_cast<Index>(p.blocks_packed);
       const i64 z = rest / static_cast<Index>(p.blocks_packed);
-      const PackBlock at = p.blocks[block];
+      const Block at = p.blocks[block];
       const i64 row = static_cast<i64>(at.row) * p.block_rows + y, col = static_cast<i64>(at.column) * p.block_cols + x;
       static_cast<Unit*>(p.values)[z * p.values_z + block * p.values_block + y * p.values_row + x * p.values_col] =
           static_cast<const Unit*>(
@@ -44,16 +42,16 @@ __device__ __forceinline__ Unit repeated(u64 fill) {
 }
 
 template <typename Unit, typename Index>
-__global__ void __launch_bounds__(kPackThreads) block_unpack(const __grid_constant__ PackParams p) {
-  const i64 first = static_cast<i64>(blockIdx.x) * kPackThreads * kPackUnits + threadIdx.x;
+__global__ void __launch_bounds__(kThreads) unpack(const __grid_constant__ Params p) {
+  const i64 first = static_cast<i64>(blockIdx.x) * kThreads * kUnits + threadIdx.x;
   const auto cut = [](Index& rest, int size) {
     const Index part = rest % static_cast<Index>(size);
     rest /= static_cast<Index>(size);
     return part;
   };
 #pragma unroll
-  for (int u = 0; u < kPackUnits; ++u) {
-    const i64 n = first + u * kPackThreads;
+  for (int u = 0; u < kUnits; ++u) {
+    const i64 n = first + u * kThreads;
     if (n < p.total) {
       Index rest = static_cast<Index>(n);
       const i64 x = cut(rest, p.block_cols), j = cut(rest, p.cols);
@@ -71,4 +69,4 @@ __global__ void __launch_bounds__(kPackThreads) block_unpack(const __grid_consta
   }
 }
 
-}  // namespace fretwork
+}  // namespace fretwork::block_pack_op

@@ -17,7 +17,7 @@ namespace {
 
 using fretwork::cuda::DeviceBuffer;
 
-constexpr int kVector = 16, kUnitsPerBlock = 1024;  // bytes of a wide unit; units per CTA
+constexpr int kVector = 16;  // bytes of a wide unit
 
 /// The layout on the device, in both directions.
 struct Plan {
@@ -30,7 +30,7 @@ Plan make_plan(const BlockLayout& layout, int device) {
   if (layout.nnz() > std::numeric_limits<int>::max()) {
     throw Error("pack", "layout", "fewer than 2^31 blocks", std::to_string(layout.nnz()));
   }
-  std::vector<PackBlock> blocks;
+  std::vector<Block> blocks;
   for (std::int64_t l = 0; l < s.heads * s.rows; ++l) {
     for (const auto& entry : layout.by_row().line(l)) {
       blocks.push_back({static_cast<int>(l / s.rows), static_cast<int>(l % s.rows), static_cast<int>(entry.other)});
@@ -38,7 +38,7 @@ Plan make_plan(const BlockLayout& layout, int device) {
   }
   Plan plan;
   if (!blocks.empty()) {
-    plan.blocks = DeviceBuffer(device, blocks.data(), blocks.size() * sizeof(PackBlock));
+    plan.blocks = DeviceBuffer(device, blocks.data(), blocks.size() * sizeof(Block));
   }
   const std::vector<int> block_at = block_grid(layout);
   plan.block_at = DeviceBuffer(device, block_at.data(), block_at.size() * sizeof(int));
@@ -74,9 +74,9 @@ std::uint64_t repeat(std::uint64_t bits, int bytes) {
   return bits;
 }
 
-PackParams params(const Problem& p, const Plan& plan, std::int64_t wide) {
+Params params(const Problem& p, const Plan& plan, std::int64_t wide) {
   const auto& s = p.layout->sizes();
-  PackParams q{};
+  Params q{};
   q.dense = p.dense.data;
   q.dense_z = p.dense.z / wide;
   q.dense_h = p.dense.h / wide;
@@ -87,7 +87,7 @@ PackParams params(const Problem& p, const Plan& plan, std::int64_t wide) {
   q.values_block = p.values.block / wide;
   q.values_row = p.values.row / wide;
   q.values_col = p.values.col;
-  q.blocks = static_cast<const PackBlock*>(plan.blocks.data());
+  q.blocks = static_cast<const Block*>(plan.blocks.data());
   q.block_at = static_cast<const int*>(plan.block_at.data());
   q.fill = repeat(p.fill, p.element_bytes);
   q.heads = static_cast<int>(s.heads);
@@ -106,8 +106,8 @@ KernelSpec spec(bool unpack, std::int64_t unit_bytes, bool small) {
                            : unit_bytes == 4 ? "fretwork::u32"
                            : unit_bytes == 8 ? "fretwork::u64"
                                              : "fretwork::word_group<4>";
-  return {"ops/block_pack/cuda/kernel.cuh", std::string("fretwork::block_") + (unpack ? "unpack<" : "pack<") + unit +
-                                                (small ? ", fretwork::u32>" : ", fretwork::i64>")};
+  return {"ops/block_pack/cuda/kernel.cuh", std::string("fretwork::block_pack_op::") + (unpack ? "unpack<" : "pack<") +
+                                                unit + (small ? ", fretwork::u32>" : ", fretwork::i64>")};
 }
 
 }  // namespace
@@ -120,10 +120,11 @@ void run(const Problem& problem, Context& context) {
   const fretwork::cuda::DeviceScope scope(context.device.index);
   const int wide = elements_per_unit(problem);
   const auto plan = plan_for(*problem.layout, context);
-  const PackParams p = params(problem, *plan, wide);
+  const Params p = params(problem, *plan, wide);
   const bool small = p.total <= std::numeric_limits<std::uint32_t>::max();
   const Kernel& kernel = get_kernel(spec(problem.unpack, wide * problem.element_bytes, small), context.device.index);
-  kernel.launch((p.total + kUnitsPerBlock - 1) / kUnitsPerBlock, 256, 0, &p, context.stream);
+  constexpr int kEach = kThreads * kUnits;
+  kernel.launch((p.total + kEach - 1) / kEach, kThreads, 0, &p, context.stream);
 }
 
 namespace {

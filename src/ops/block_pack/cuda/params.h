@@ -2,19 +2,21 @@
 // element, or 16 contiguous bytes. Sizes and strides count units.
 #pragma once
 
-namespace fretwork {
+namespace fretwork::block_pack_op {
+
+inline constexpr int kThreads = 256, kUnits = 4;  // of a CTA; units per thread, so that several loads are in flight
 
 /// The position of a block, in blocks.
-struct PackBlock {
+struct Block {
   int head, row, column;
 };
 
-struct PackParams {
+struct Params {
   void* dense;
   long long dense_z, dense_h, dense_row, dense_col;
   void* values;
   long long values_z, values_block, values_row, values_col;
-  const PackBlock* blocks;  ///< pack: position of each packed block
+  const Block* blocks;      ///< pack: position of each packed block
   const int* block_at;      ///< unpack: packed block of (head, block row, block column), or −1
   unsigned long long fill;  ///< eight bytes of repeated elements
   long long total;          ///< units to write
@@ -23,4 +25,4 @@ struct PackParams {
   long long blocks_packed;
 };
 
-}  // namespace fretwork
+}  // namespace fretwork::block_pack_op

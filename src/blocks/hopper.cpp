@@ -65,7 +65,9 @@ DevicePlan::DevicePlan(int device, const SpmmPlan& plan)
       split_count(static_cast<int>(plan.splits.size())),
       partial_count(plan.partials),
       groups_per_head(plan.groups_per_head),
-      stride(1 + plan.group_rows) {}
+      stride(1 + plan.group_rows),
+      step_count(static_cast<int>(plan.steps.size()) / (1 + plan.group_rows)),
+      longest(plan.segments.front().last - plan.segments.front().first) {}
 
 DevicePlan::DevicePlan(int device, const SddPlan& plan)
     : steps(upload(device, plan.columns)),
@@ -105,10 +107,11 @@ int share_of(const BlockLayout& layout, int segments) {
   return static_cast<int>(std::clamp<std::int64_t>(kCache / bytes, 16, std::max(16, segments)));
 }
 
-SpmmShape::SpmmShape(std::int64_t block, std::int64_t free, std::int64_t batch_count)
-    : width(!is_wide(block) ? kNarrow
-            : free > 128    ? 256
-                            : 128),
+SpmmShape::SpmmShape(std::int64_t block, std::int64_t free, std::int64_t batch_count, int chosen_width)
+    : width(!is_wide(block)    ? kNarrow
+            : chosen_width > 0 ? chosen_width
+            : free > 128       ? 256
+                               : 128),
       tiles(ceil_div(free, width)),
       batches(batch_count),
       wide(is_wide(block)) {}

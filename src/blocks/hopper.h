@@ -58,6 +58,7 @@ struct DevicePlan {
   cuda::DeviceBuffer steps, segments, splits;  ///< sdd: columns of slots, strips, empty
   cuda::DeviceBuffer blocks;                   ///< sdd only
   int segment_count = 0, split_count = 0, partial_count = 0, groups_per_head = 1, stride = 1;
+  int step_count = 0, longest = 0;       ///< spmm only: all steps, and those of the longest segment
   int stage_bytes = 0, reach_bytes = 0;  ///< sdd only
   std::size_t bytes() const { return steps.bytes() + segments.bytes() + splits.bytes() + blocks.bytes(); }
 
@@ -84,12 +85,17 @@ struct SpmmShape {
   std::int64_t batches;  ///< how often the layout's work runs
   bool wide;
 
-  SpmmShape(std::int64_t block, std::int64_t free, std::int64_t batches);
+  /// Wide tiles have 256 columns, or 128: `width`, or what suits `free` if it is 0.
+  SpmmShape(std::int64_t block, std::int64_t free, std::int64_t batches, int width = 0);
   int consumers() const { return (wide ? kThreads : kNarrowThreads) - 128; }
   int shared() const { return wide ? kWideShared : kNarrowShared; }
   /// tiles · batches rounded to a power of two: a plan depends on the batch only through this.
   int bucket() const;
   std::size_t partial_bytes(const DevicePlan& plan) const;
+  /// Of spmm_reduce.
+  std::int64_t reduce_ctas(const DevicePlan& plan) const {
+    return plan.split_count * tiles * batches * (width / 2 / kReduceSums);
+  }
 };
 
 /// Parameters that follow from the plan and the shape; the caller sets the operands.

@@ -68,6 +68,8 @@ struct SpmmParams {
   long long bias_stride = 0;
 };
 
+inline constexpr int kReduceSums = 8;  ///< that a thread of spmm_reduce adds up
+
 struct ReduceParams {
   void* out;
   const float* partials;

@@ -7,14 +7,20 @@
 
 namespace fretwork {
 
-/// Rows of Bytes (a multiple of 128) in 16-byte chunks. A row's chunks are permuted within 128 bytes, so that the same
-/// chunk of eight rows, and two chunks of four rows, lie in different banks: ldmatrix and tf32 loads meet no conflict.
+/// Rows of Bytes in 16-byte chunks. Chunks are permuted within 128 bytes, which a row fills or shares with others, so
+/// that the same chunk of eight rows lies in different banks, and with rows of 128 bytes and more also two chunks of
+/// four rows: ldmatrix and tf32 loads meet no conflict.
 template <int Bytes>
 struct shared_tile {
-  static_assert(Bytes % 128 == 0);
+  static_assert(Bytes % 128 == 0 || Bytes == 64 || Bytes == 32);
   u32 base;
 
-  static __device__ __forceinline__ u32 swizzle(u32 row) { return (row & 3) << 1 | (row >> 2 & 1); }
+  static __device__ __forceinline__ u32 swizzle(u32 row) {
+    if constexpr (Bytes < 128) {
+      return row / (128 / Bytes) % (Bytes / 16);
+    }
+    return (row & 3) << 1 | (row >> 2 & 1);
+  }
   __device__ __forceinline__ u32 chunk(u32 row, u32 chunk) const {
     return base + row * Bytes + ((chunk ^ swizzle(row)) << 4);
   }

@@ -42,6 +42,21 @@ Machine typical_machine(const std::string& arch, Precision precision) {
   return {arch, number, multiprocessors, kilobytes << 10, precision};
 }
 
+std::int64_t settings_of(DType dtype, const Context& context) {
+  const std::string arch = cuda::kernel_arch(context.device.index);  // which FRETWORK_ARCH may change
+  return static_cast<std::int64_t>(dtype) | static_cast<std::int64_t>(context.precision) << 8 |
+         std::int64_t{cuda::arch_number(arch)} << 16 | std::int64_t{arch.ends_with('a')} << 31 |
+         std::int64_t{context.device.index} << 32;
+}
+
+std::int64_t address_bits(std::initializer_list<const void*> addresses) {
+  std::int64_t bits = 0;
+  for (const void* const address : addresses) {
+    bits = bits << 4 | static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(address) % 16);
+  }
+  return bits;
+}
+
 bool explains() { return switched().load(std::memory_order_relaxed); }
 void explain_calls(bool yes) { switched() = yes; }
 

@@ -88,6 +88,11 @@ class Lately {
   std::array<Slot, 64> slots_{};
 };
 
+/// Parts of such a key: the type, and what of the context and the environment decides on kernels; and where addresses
+/// lie within 16 bytes.
+std::int64_t settings_of(DType dtype, const Context& context);
+std::int64_t address_bits(std::initializer_list<const void*> addresses);
+
 /// Whether calls on a GPU say which kernels they could take: FRETWORK_EXPLAIN=1, or explain_calls(true).
 bool explains();
 void explain_calls(bool yes);

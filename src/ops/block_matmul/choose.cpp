@@ -3,58 +3,37 @@
 #include "runtime/choose.h"
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "core/hash.h"
 #include "fretwork/error.h"
 #include "ops/block_matmul/cuda/families.h"
+#include "ops/block_matmul/cuda/params.h"
 #include "runtime/cuda_driver.h"
 
 namespace fretwork::block_matmul {
 namespace {
 
-enum class Family { hopper, portable, generic };
+enum class Family { hopper, small, portable, generic };
 
 struct Config {
   Family family = Family::generic;
-  int tile = 0;  ///< portable: columns of a tile
+  int tile = 0;  ///< columns of a tile, or 0 if there is no choice; small: which of kSmallTiles
 };
-
-std::vector<Candidate<Config>> candidates_for(const Problem& problem, const Context& context) {
-  std::vector<Candidate<Config>> list;
-  list.reserve(4);
-  if (hopper::fits(problem, context)) {
-    list.push_back({{Family::hopper}, hopper::cost(problem, context).microseconds()});
-  }
-  for (const int tile : portable::kTiles) {
-    if (portable::fits(problem, context, tile)) {
-      list.push_back({{Family::portable, tile}, portable::cost(problem, context, tile).microseconds()});
-    }
-  }
-  list.push_back({{Family::generic}, generic::cost(problem, context).microseconds()});
-  return list;
-}
-
-bool run(const Config& config, const Problem& problem, Context& context) {
-  switch (config.family) {
-    case Family::hopper:
-      return hopper::launch(problem, context);
-    case Family::portable:
-      portable::launch(problem, context, config.tile);
-      return true;
-    case Family::generic:
-      break;
-  }
-  generic::launch(problem, context);
-  return true;
-}
 
 std::string text_of(const Config& config) {
   switch (config.family) {
     case Family::hopper:
-      return "hopper";
+      return config.tile == 0 ? "hopper" : "hopper, tiles of " + std::to_string(config.tile) + " columns";
+    case Family::small: {
+      const SmallTile& tile = kSmallTiles[static_cast<std::size_t>(config.tile)];
+      return "small, tiles of " + std::to_string(tile.rows) + " × " + std::to_string(tile.cols) + ", " +
+             std::to_string(tile.warps) + " warps";
+    }
     case Family::portable:
       return "portable, tiles of " + std::to_string(config.tile) + " columns";
     case Family::generic:
@@ -71,6 +50,72 @@ std::string text_of(const Problem& p) {
          number(p.layout->nnz()) + " blocks of " + number(s.block_rows) + " × " + number(s.block_cols) + ", " +
          (p.kind == Kind::spmm ? "dense side " : "depth ") + number(free) + ", batch " + number(p.z_out * p.z_sum) +
          ", heads " + number(p.h_out * p.h_sum) + ", " + name_of(p.dtype);
+}
+
+std::vector<Candidate<Config>> candidates_for(const Problem& problem, const Context& context) {
+  std::vector<Candidate<Config>> list;
+  const auto add = [&](Family family, const std::vector<Candidate<int>>& tiles) {
+    for (const auto& [tile, microseconds] : tiles) {
+      list.push_back({{family, tile}, microseconds});
+    }
+  };
+  add(Family::hopper, hopper::candidates(problem, context));
+  const bool hopper = !list.empty();  // and then the portable kernels were never faster
+  add(Family::small, small::candidates(problem, context));
+  for (const int tile : portable::kTiles) {
+    if (!hopper && portable::fits(problem, context, tile)) {
+      list.push_back({{Family::portable, tile}, portable::cost(problem, context, tile).microseconds()});
+    }
+  }
+  list.push_back({{Family::generic}, generic::cost(problem, context).microseconds()});
+  return list;
+}
+
+/// The key of a choice: everything that the families look at.
+using Numbers = std::array<std::int64_t, 32>;
+Numbers numbers_of(const Problem& p, const Context& context) {
+  const Hash128 layout = hash128(p.layout->key());
+  const Values& v = p.sparse;
+  Numbers numbers{static_cast<std::int64_t>(layout.low),
+                  static_cast<std::int64_t>(layout.high),
+                  settings_of(p.dtype, context),
+                  address_bits({p.left.data, p.right.data, p.out.data, v.data}),
+                  static_cast<std::int64_t>(p.kind),
+                  p.transposed,
+                  p.z_out,
+                  p.h_out,
+                  p.z_sum,
+                  p.h_sum,
+                  v.z_stride,
+                  v.block_stride,
+                  v.row_stride,
+                  v.col_stride};
+  std::size_t at = 14;
+  for (const Matrix& m : {p.left, p.right, p.out}) {
+    for (const std::int64_t number : {m.rows, m.cols, m.row_stride, m.col_stride, m.z_stride, m.h_stride}) {
+      numbers[at++] = number;
+    }
+  }
+  return numbers;
+}
+
+const Config& chosen_lately(const Problem& problem, const Context& context) {
+  thread_local Lately<std::tuple_size_v<Numbers>, Config> lately;
+  return lately.get(numbers_of(problem, context),
+                    [&] { return cheapest<Config>(candidates_for(problem, context)).config; });
+}
+
+void run(const Config& config, const Problem& problem, Context& context) {
+  switch (config.family) {
+    case Family::hopper:
+      return hopper::launch(problem, context, config.tile);
+    case Family::small:
+      return small::launch(problem, context, config.tile);
+    case Family::portable:
+      return portable::launch(problem, context, config.tile);
+    case Family::generic:
+      return generic::launch(problem, context);
+  }
 }
 
 bool writes_over_operands(const Problem& p) {
@@ -105,12 +150,15 @@ void cuda::run(const Problem& problem, Context& context) {
     }
   }
   const fretwork::cuda::DeviceScope scope(context.device.index);
-  std::vector<Candidate<Config>> candidates = candidates_for(problem, context);
-  const auto run_one = [&](const Config& config) { return block_matmul::run(config, problem, context); };
   if (explains()) [[unlikely]] {
-    return explain_cheapest(context, text_of(problem), candidates, run_one, writes_over_operands(problem));
+    const auto run_one = [&](const Config& config) {
+      block_matmul::run(config, problem, context);
+      return true;
+    };
+    return explain_cheapest(context, text_of(problem), candidates_for(problem, context), run_one,
+                            writes_over_operands(problem));
   }
-  run_cheapest(std::move(candidates), run_one);
+  block_matmul::run(chosen_lately(problem, context), problem, context);
 }
 
 }  // namespace fretwork::block_matmul

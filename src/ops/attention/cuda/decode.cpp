@@ -14,8 +14,8 @@
 #include "ops/attention/cuda/operands.h"
 #include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
+#include "runtime/device_plan.h"
 #include "runtime/kernels.h"
-#include "runtime/plan_cache.h"
 #include "runtime/upload_arena.h"
 
 namespace fretwork::attention_op::decode {
@@ -159,14 +159,8 @@ DeviceSteps upload(const Steps& steps, int device) {
 }
 
 std::shared_ptr<const DeviceSteps> device_steps(const RegularPattern& pattern, const Context& context) {
-  static PlanCache<DeviceSteps>& cache = *std::make_unique<PlanCache<DeviceSteps>>().release();
-  const int device = context.device.index;
-  auto found = cache.get(hash128(std::to_string(device) + " " + pattern.key()),
-                         [&] { return upload(steps_of(*plan(pattern, kTile)), device); });
-  if (driver::is_capturing(context.stream)) {
-    cache.pin(found);
-  }
-  return found;
+  return find_device_plan<DeviceSteps>(pattern.key(), context,
+                                       [&](int device) { return upload(steps_of(*plan(pattern, kTile)), device); });
 }
 
 /// The fewest that keep every multiprocessor busy: a CTA on nearly each, and where they do not all run at once, little

@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "fretwork/error.h"
+#include "runtime/device_plan.h"
 #include "runtime/kernels.h"
-#include "runtime/plan_cache.h"
 #include "runtime/upload_arena.h"
 
 namespace fretwork::attention_op {
@@ -208,36 +208,22 @@ DevicePlan upload(const Plan& plan, int device) {
   return made;
 }
 
-/// What a cache has or makes, pinned while the context's stream is captured.
-template <typename P, typename Make>
-std::shared_ptr<const P> remembered(const std::string& key, const Context& context, const Make& make) {
-  static PlanCache<P>& cache = *std::make_unique<PlanCache<P>>().release();
-  auto found = cache.get(hash128(key), make);
-  if (fretwork::cuda::is_capturing(context.stream)) {
-    cache.pin(found);
-  }
-  return found;
-}
-
 }  // namespace
 
 std::shared_ptr<const DevicePlan> device_plan(const RegularPattern& pattern, const TileShape& shape, bool transposed,
                                               const Context& context) {
-  const int device = context.device.index;
-  const int numbers[] = {shape.rows, shape.cols, transposed, device};
-  std::string key(reinterpret_cast<const char*>(numbers), sizeof numbers);
-  key += pattern.key();
-  return remembered<DevicePlan>(key, context, [&] {
+  const int numbers[] = {shape.rows, shape.cols, transposed};
+  const std::string key(reinterpret_cast<const char*>(numbers), sizeof numbers);
+  return find_device_plan<DevicePlan>(key + pattern.key(), context, [&](int device) {
     return upload(transposed ? *attention_op::transposed_plan(pattern, shape) : *plan(pattern, shape), device);
   });
 }
 
 std::shared_ptr<const DeviceNumbers> device_numbers(std::span<const int> numbers, const Context& context) {
-  std::string key(reinterpret_cast<const char*>(numbers.data()), numbers.size_bytes());
-  const int device = context.device.index;
-  key += "@" + std::to_string(device);
-  return remembered<DeviceNumbers>(
-      key, context, [&] { return DeviceNumbers{DeviceBuffer(device, numbers.data(), numbers.size_bytes())}; });
+  const std::string key(reinterpret_cast<const char*>(numbers.data()), numbers.size_bytes());
+  return find_device_plan<DeviceNumbers>(key, context, [&](int device) {
+    return DeviceNumbers{DeviceBuffer(device, numbers.data(), numbers.size_bytes())};
+  });
 }
 
 std::vector<PatternHeads> heads_of(const Problem& p) {

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "ops/block_conv/cuda/operands.h"
-#include "runtime/plan_cache.h"
+#include "runtime/device_plan.h"
 
 namespace fretwork::block_conv::hopper {
 namespace {
@@ -140,21 +140,12 @@ DevicePlan sdd_plan(const SideBySide& side, int slot, int device) {
 
 std::shared_ptr<const DevicePlan> find_plan(const Problem& p, const AxisClass& y, const AxisClass& x, int parallel,
                                             int slot, const Context& context) {
-  static PlanCache<DevicePlan>& cache = *std::make_unique<PlanCache<DevicePlan>>().release();
-  std::string key = "conv " + class_key(p, y, x);
-  for (const int number : {parallel, slot, context.device.index}) {
-    key += " " + std::to_string(number);
-  }
-  key += " " + p.layout->key();
-  auto plan = cache.get(hash128(key), [&] {
+  const std::string key = "conv " + class_key(p, y, x) + " " + std::to_string(parallel) + " " + std::to_string(slot) +
+                          " " + p.layout->key();
+  return find_device_plan<DevicePlan>(key, context, [&](int device) {
     const SideBySide side(p, y, x);
-    const int device = context.device.index;
     return slot == 0 ? spmm_plan(side, parallel, device) : sdd_plan(side, slot, device);
   });
-  if (driver::is_capturing(context.stream)) {
-    cache.pin(plan);
-  }
-  return plan;
 }
 
 // --------------------------------------------------------------------------------------------------- launches
@@ -213,7 +204,7 @@ void run_class(const Problem& p, const Blocks& blocks, const Image& in, const Ax
     reduce.bias = p.bias;
     reduce.bias_stride = p.bias_stride;
     get_kernel(reduce_instance(p.dtype), device)
-        .launch(plan->split_count * shape.tiles, shape.consumers(), 0, &reduce, context.stream);
+        .launch(shape.reduce_ctas(*plan), shape.consumers(), 0, &reduce, context.stream);
   }
 }
 

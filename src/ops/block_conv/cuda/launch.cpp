@@ -8,7 +8,7 @@
 #include "fretwork/error.h"
 #include "ops/block_conv/cuda/hopper.h"
 #include "ops/block_conv/cuda/params.h"
-#include "runtime/plan_cache.h"
+#include "runtime/device_plan.h"
 
 namespace fretwork::block_conv {
 namespace {
@@ -71,14 +71,9 @@ DevicePlan make_plan(const Problem& p, int device) {
 }
 
 std::shared_ptr<const DevicePlan> find_plan(const Problem& p, const Context& context) {
-  static PlanCache<DevicePlan>& cache = *std::make_unique<PlanCache<DevicePlan>>().release();
-  const std::string key = "conv " + std::to_string(static_cast<int>(p.kind)) + (p.transposed ? " t " : " n ") +
-                          std::to_string(p.x.taps) + " " + std::to_string(context.device.index) + " " + p.layout->key();
-  auto plan = cache.get(hash128(key), [&] { return make_plan(p, context.device.index); });
-  if (driver::is_capturing(context.stream)) {
-    cache.pin(plan);
-  }
-  return plan;
+  const std::string key = std::to_string(static_cast<int>(p.kind)) + (p.transposed ? " t " : " n ") +
+                          std::to_string(p.x.taps) + " " + p.layout->key();
+  return find_device_plan<DevicePlan>(key, context, [&](int device) { return make_plan(p, device); });
 }
 
 AxisArg axis_arg(const Axis& a) {

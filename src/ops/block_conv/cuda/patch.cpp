@@ -9,7 +9,7 @@
 
 #include "ops/block_conv/cuda/operands.h"
 #include "ops/block_conv/cuda/params_patch.cuh"
-#include "runtime/plan_cache.h"
+#include "runtime/device_plan.h"
 
 namespace fretwork::block_conv::hopper {
 namespace {
@@ -273,14 +273,8 @@ PatchPlan make_plan(const Problem& p, const AxisClass& y, const AxisClass& x, in
 
 std::shared_ptr<const PatchPlan> find_plan(const Problem& p, const AxisClass& y, const AxisClass& x, int line_row,
                                            const Context& context) {
-  static PlanCache<PatchPlan>& cache = *std::make_unique<PlanCache<PatchPlan>>().release();
-  std::string key = "patch " + class_key(p, y, x) + " " + std::to_string(line_row) + " " +
-                    std::to_string(context.device.index) + " " + p.layout->key();
-  auto plan = cache.get(hash128(key), [&] { return make_plan(p, y, x, line_row, context.device.index); });
-  if (driver::is_capturing(context.stream)) {
-    cache.pin(plan);
-  }
-  return plan;
+  const std::string key = class_key(p, y, x) + " " + std::to_string(line_row) + " " + p.layout->key();
+  return find_device_plan<PatchPlan>(key, context, [&](int device) { return make_plan(p, y, x, line_row, device); });
 }
 
 bool suits(const PatchShape& shape, const AxisClass& y, const AxisClass& x, double most) {

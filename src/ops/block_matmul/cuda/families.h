@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ops/block_matmul/problem.h"
+#include "runtime/choose.h"
 #include "runtime/cost.h"
 
 namespace fretwork::block_matmul {
@@ -11,16 +12,22 @@ double flops_of(const Problem& problem);
 /// Of blocks and dense operands, each once.
 double operand_bytes(const Problem& problem);
 
-/// TMA and wgmma: an sm_90a kernel architecture, a 16-bit type, square blocks of 16, 32, 64 or 128.
+/// TMA and wgmma: an sm_90a kernel architecture, a 16-bit type, square blocks of 16, 32, 64 or 128, operands that the
+/// copy engine can read (one unit stride, the others multiples of 16 bytes, 16-byte aligned).
 namespace hopper {
-/// An sdd with few tiles and K of 2048 or more does not fit: it would leave most of the SMs idle, and the portable
-/// kernel splits K.
-bool fits(const Problem& problem, const Context& context);
-cost::Work cost(const Problem& problem, const Context& context);
-/// False, having done nothing, where the copy engine cannot read an operand (one unit stride, the others multiples of
-/// 16 bytes, 16-byte aligned) or 32 bits cannot count its tiles. The device is current.
-bool launch(const Problem& problem, Context& context);
+/// Those that fit, by the columns of their tiles, each with its cost. Blocks of 16 and 32, and an sdd, have tiles of
+/// one width only. The device is current.
+std::vector<Candidate<int>> candidates(const Problem& problem, const Context& context);
+void launch(const Problem& problem, Context& context, int width);
 }  // namespace hopper
+
+/// mma.sync and cp.async in small tiles: sm_80 and later, a 16-bit type, an spmm, blocks whose sizes are multiples of
+/// 16. The dense operand may lie anyhow, if one of its axes is contiguous.
+namespace small {
+/// Those that fit, by their number in kSmallTiles, each with its cost.
+std::vector<Candidate<int>> candidates(const Problem& problem, const Context& context);
+void launch(const Problem& problem, Context& context, int tile);
+}  // namespace small
 
 /// mma.sync and cp.async: sm_80 and later, square blocks from 16 on, 16-bit types, and fp32 where tf32 is allowed. A
 /// tile of the result has 128 rows and `tile` columns.

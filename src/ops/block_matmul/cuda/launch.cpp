@@ -1,6 +1,7 @@
 // The portable and the generic products: make or find the plan, bring operands to a readable form, launch.
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <string>
@@ -12,8 +13,8 @@
 #include "ops/block_matmul/cuda/params.h"
 #include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
+#include "runtime/device_plan.h"
 #include "runtime/kernels.h"
-#include "runtime/plan_cache.h"
 
 namespace fretwork::block_matmul {
 namespace {
@@ -214,7 +215,7 @@ struct PlanKey {
   Lines lines;
   bool transposed, tensor_cores;
   std::uint8_t products, stages;
-  int tile, rows, device, parallel;
+  int tile, rows, parallel;
   std::int64_t h_sum;
 };
 
@@ -230,15 +231,15 @@ int longest_segment(const Steps& steps, const Shape& shape, const Config& config
       std::max(ceil_div(kLeastDepth, shape.block_cols), ceil_div(all * parallel, multiprocessors))));
 }
 
-DevicePlan make_plan(const Problem& problem, const Config& config, const PlanKey& key) {
+DevicePlan make_plan(const Problem& problem, const Config& config, const PlanKey& key, int device) {
   const Shape shape = shape_of(problem);
   const blocks::SpmmPlan plan = blocks::make_spmm_plan(*problem.layout, problem.transposed, config.group_rows, 0);
   std::vector<Segment> segments;
   std::vector<Split> splits;
   Steps steps = device_steps(plan, problem.kind == Kind::spmm ? problem.h_sum : 1);
   if (problem.kind == Kind::spmm) {
-    cut(steps, longest_segment(steps, shape, config, key.parallel, driver::device_info(key.device).multiprocessors),
-        true, segments, splits);
+    cut(steps, longest_segment(steps, shape, config, key.parallel, driver::device_info(device).multiprocessors), true,
+        segments, splits);
     std::stable_sort(segments.begin(), segments.end(),
                      [](const Segment& a, const Segment& b) { return a.last - a.first > b.last - b.first; });
   } else {
@@ -246,7 +247,7 @@ DevicePlan make_plan(const Problem& problem, const Config& config, const PlanKey
     std::erase_if(segments, [](const Segment& s) { return s.first == s.last; });
   }
   const auto upload = [&](const auto& items) {
-    return driver::DeviceBuffer(key.device, items.data(), items.size() * sizeof(items[0]));
+    return driver::DeviceBuffer(device, items.data(), items.size() * sizeof(items[0]));
   };
   DevicePlan made;
   made.segments = upload(segments);
@@ -256,15 +257,13 @@ DevicePlan make_plan(const Problem& problem, const Config& config, const PlanKey
   made.split_count = static_cast<int>(splits.size());
   made.partial_count = splits.empty() ? 0 : splits.back().first + splits.back().count;
   made.groups_per_head = std::max(1, plan.groups_per_head);
-  made.kernel = &get_kernel(
-      instance(problem.kind, problem.dtype, static_cast<int>(shape.block_rows), config, key.lines), key.device);
+  made.kernel =
+      &get_kernel(instance(problem.kind, problem.dtype, static_cast<int>(shape.block_rows), config, key.lines), device);
   return made;
 }
 
 std::shared_ptr<const DevicePlan> find_plan(const Problem& problem, const Config& config, const Context& context,
                                             const Lines& lines, std::int64_t parallel) {
-  static PlanCache<DevicePlan>& cache = *std::make_unique<PlanCache<DevicePlan>>().release();
-  const std::string& layout = problem.layout->key();
   PlanKey key;
   std::memset(static_cast<void*>(&key), 0, sizeof key);  // padding is hashed too
   key.kind = problem.kind;
@@ -276,21 +275,16 @@ std::shared_ptr<const DevicePlan> find_plan(const Problem& problem, const Config
   key.stages = static_cast<std::uint8_t>(config.stages);
   key.tile = config.tile;
   key.rows = config.rows;
-  key.device = context.device.index;
   // Only whether the machine is full matters: a bucket, so that batch sizes share a plan.
   key.parallel =
       config.tensor_cores
           ? static_cast<int>(std::bit_ceil(static_cast<std::uint64_t>(std::clamp<std::int64_t>(parallel, 1, 1024))))
           : 0;
   key.h_sum = problem.kind == Kind::spmm ? problem.h_sum : 1;
-  std::string bytes(sizeof key + layout.size(), '\0');
+  std::string bytes(sizeof key, '\0');
   std::memcpy(bytes.data(), &key, sizeof key);
-  std::memcpy(bytes.data() + sizeof key, layout.data(), layout.size());
-  auto plan = cache.get(hash128(bytes), [&] { return make_plan(problem, config, key); });
-  if (driver::is_capturing(context.stream)) {
-    cache.pin(plan);
-  }
-  return plan;
+  return find_device_plan<DevicePlan>(bytes + problem.layout->key(), context,
+                                      [&](int device) { return make_plan(problem, config, key, device); });
 }
 
 Grid grid_of(const DevicePlan& plan, const Problem& problem, std::int64_t tiles) {
@@ -552,6 +546,29 @@ double products_us(const Problem& problem, double rate, const Context& context) 
   return flops_of(problem) / rate * cost::kMultiprocessors / driver::device_info(context.device.index).multiprocessors;
 }
 
+/// K of a tile of `rows` rows of op(S): what its block rows have between them, if blocks lie at random.
+double depth_of(const Problem& problem, double rows) {
+  const auto& s = problem.layout->sizes();
+  const Shape shape = shape_of(problem);
+  const double density = static_cast<double>(problem.layout->nnz()) / static_cast<double>(s.heads * s.rows * s.cols);
+  const double whole = static_cast<double>(s.rows * s.cols / shape.lines * shape.block_cols);
+  return whole * (1 - std::pow(1 - density, std::max(1.0, rows / static_cast<double>(shape.block_rows))));
+}
+
+/// Bytes of dense operands that are copied before the portable kernels can read them.
+double copied_bytes(const Problem& problem) {
+  const int chunk = 16 / static_cast<int>(size_of(problem.dtype));
+  double bytes = 0;
+  for (const Matrix* m : {&problem.left, &problem.right}) {
+    if (m->data != nullptr && !order_of(matrix_arg(*m), m->rows, m->cols, chunk).chunks) {
+      const std::int64_t batches = (m->z_stride == 0 ? 1 : problem.z_out * problem.z_sum) *
+                                   (m->h_stride == 0 ? 1 : problem.h_out * problem.h_sum);
+      bytes += static_cast<double>(m->rows * m->cols * batches) * static_cast<double>(size_of(problem.dtype));
+    }
+  }
+  return bytes;
+}
+
 }  // namespace
 
 bool portable::fits(const Problem& problem, const Context& context, int tile) {
@@ -579,9 +596,14 @@ cost::Work portable::cost(const Problem& problem, const Context& context, int ti
   const double slower = problem.dtype != DType::f32 ? 1 : context.precision == Precision::tf32x3 ? 6 : 2;
   const double l2 =
       flops_of(problem) / 2 * static_cast<double>(size_of(problem.dtype)) * (1.0 / kTileRows + 1.0 / tile);
+  // A CTA alone: µs, fitted to random products with few columns (bench/results/h200/block_candidates.json).
+  constexpr double kCopy = 3e5;  // bytes per µs
+  const double copies = copied_bytes(problem);
+  const double alone = problem.kind == Kind::spmm ? 6.2 + depth_of(problem, kTileRows) / 64 * 1.08 * slower : 0;
   return {.memory = operand_bytes(problem) / cost::kMemory,
           .l2 = l2 / cost::kL2,
-          .busiest = products_us(problem, rate / slower, context)};
+          .busiest = std::max(alone, products_us(problem, rate / slower, context)),
+          .serial = copies > 0 ? cost::kNextLaunch + copies / kCopy : 0};
 }
 
 void portable::launch(const Problem& problem, Context& context, int tile) {
@@ -593,12 +615,15 @@ void portable::launch(const Problem& problem, Context& context, int tile) {
 }
 
 cost::Work generic::cost(const Problem& problem, const Context& context) {
-  // Not measured; no other kernels fit where this one runs. A thread holds up to 8 rows, a CTA 128 columns.
-  constexpr double kRows = 8, kCols = 128;
+  // Not measured; hardly any other kernels fit where this one runs. A thread holds up to 8 rows, a CTA 128 columns; a
+  // step has 16 of K.
+  constexpr double kRows = 8, kCols = 128, kStep = 0.5;  // kStep: µs
   const double l2 = flops_of(problem) / 2 * static_cast<double>(size_of(problem.dtype)) * (1 / kRows + 1 / kCols);
   return {.memory = operand_bytes(problem) / cost::kMemory,
           .l2 = l2 / cost::kL2,
-          .busiest = products_us(problem, problem.dtype == DType::f64 ? 5e6 : 10e6, context)};
+          .busiest = std::max(depth_of(problem, 1) / 16 * kStep,
+                              products_us(problem, problem.dtype == DType::f64 ? 5e6 : 10e6, context)),
+          .serial = 4};
 }
 
 void generic::launch(const Problem& problem, Context& context) {

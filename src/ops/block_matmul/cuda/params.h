@@ -1,6 +1,8 @@
 // What the host hands to the kernels of block_matmul. Shared by host and device: plain types, device pointers only.
 #pragma once
 
+#include "device/divide.cuh"
+
 namespace fretwork::block_matmul {
 
 /// A batch of matrices; strides in elements.
@@ -63,6 +65,50 @@ struct SddParams {
   int block_rows, block_cols;
   bool left_k_inner, right_k_inner;
   bool vector, reduce;
+};
+
+/// A small tile, and how the warps of a CTA share it: a warp has `warp_rows` × `warp_cols` of it. The warps that cover
+/// the tile are a team, teams share K, and each has a ring of `stages` stages, 64 of K deep. Stages are few, so that an
+/// SM has room for several CTAs: a block row may be shorter than the ring, and then only other CTAs hide its latency.
+struct SmallTile {
+  int rows, cols, warp_rows, warp_cols, warps, stages;
+
+  constexpr int team_warps() const { return rows / warp_rows * (cols / warp_cols); }
+  constexpr int teams() const { return warps / team_warps(); }
+  constexpr int stage_bytes() const { return 128 * (rows + cols); }
+  constexpr int ring_bytes() const { return teams() * stages * stage_bytes(); }
+  /// CTAs on an SM with 227 KB of shared memory.
+  constexpr int ctas() const { return 227 * 1024 / (ring_bytes() + 2 * 1024); }
+};
+inline constexpr SmallTile kSmallTiles[] = {{16, 16, 16, 16, 8, 3},  {16, 64, 16, 32, 4, 3}, {16, 128, 16, 32, 4, 3},
+                                            {16, 128, 16, 32, 8, 3}, {32, 64, 16, 32, 4, 4}, {32, 64, 16, 32, 8, 4},
+                                            {32, 128, 32, 32, 4, 3}, {64, 64, 32, 32, 4, 3}, {64, 64, 32, 32, 8, 3}};
+constexpr SmallTile small_tile(int rows, int cols, int warps) {
+  for (const SmallTile& tile : kSmallTiles) {
+    if (tile.rows == rows && tile.cols == cols && tile.warps == warps) {
+      return tile;
+    }
+  }
+  return {};
+}
+/// CTAs on an SM that a kernel's registers are limited for. What is shifted on its way needs more of them.
+constexpr int small_ctas(int rows, int cols, int warps, bool aligned) {
+  const int ctas = small_tile(rows, cols, warps).ctas();
+  return aligned || ctas * warps < 12 ? ctas : 12 / warps;
+}
+
+struct SmallParams {
+  BlocksArg blocks;
+  MatrixArg dense, out;
+  /// `stride` pairs for each block row, longest first: its group and number of blocks, then each block's column and
+  /// place in `blocks`.
+  const int* rows;
+  Divisor per_block;                     ///< 16s of K in a block
+  int row_count, pieces, tiles, stride;  ///< tiles of a block row: `pieces` along its rows, `tiles` along the columns
+  int heads, groups_per_head;            ///< as in Grid
+  int block_rows, block_cols, free;
+  bool turned;  ///< the result is stored along rows' axis, its unit one
+  bool vector;  ///< and 16 bytes at a time
 };
 
 /// Copies an array of four dimensions into lines of `line` elements, aligned for the kernels above.

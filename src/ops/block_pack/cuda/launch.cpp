@@ -9,8 +9,8 @@
 #include "ops/block_pack/problem.h"
 #include "pattern/checks.h"
 #include "runtime/alignment.h"
+#include "runtime/device_plan.h"
 #include "runtime/kernels.h"
-#include "runtime/plan_cache.h"
 
 namespace fretwork::block_pack_op::cuda {
 namespace {
@@ -46,14 +46,7 @@ Plan make_plan(const BlockLayout& layout, int device) {
 }
 
 std::shared_ptr<const Plan> plan_for(const BlockLayout& layout, Context& context) {
-  static PlanCache<Plan>& cache = *std::make_unique<PlanCache<Plan>>().release();
-  const int device = context.device.index;
-  auto plan =
-      cache.get(hash128(layout.key() + "@" + std::to_string(device)), [&] { return make_plan(layout, device); });
-  if (fretwork::cuda::is_capturing(context.stream)) {
-    cache.pin(plan);
-  }
-  return plan;
+  return find_device_plan<Plan>(layout.key(), context, [&](int device) { return make_plan(layout, device); });
 }
 
 /// Elements per access: 16 bytes of them if both sides allow it, else one.

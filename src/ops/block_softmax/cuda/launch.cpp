@@ -12,8 +12,8 @@
 #include "ops/block_softmax/problem.h"
 #include "pattern/checks.h"
 #include "runtime/alignment.h"
+#include "runtime/device_plan.h"
 #include "runtime/kernels.h"
-#include "runtime/plan_cache.h"
 
 namespace fretwork::block_softmax_op::cuda {
 namespace {
@@ -80,16 +80,9 @@ Plan make_plan(const BlockLayout& layout, int device) {
 
 RpePlan make_rpe_plan(const BlockLayout& layout, int device) { return {upload(block_grid(layout), device)}; }
 
-/// The cached plan of a layout on the context's device, kept for good once a graph refers to it.
 template <typename P>
 std::shared_ptr<const P> plan_for(const BlockLayout& layout, Context& context, P (*make)(const BlockLayout&, int)) {
-  static PlanCache<P>& cache = *std::make_unique<PlanCache<P>>().release();
-  const int device = context.device.index;
-  auto plan = cache.get(hash128(layout.key() + "@" + std::to_string(device)), [&] { return make(layout, device); });
-  if (fretwork::cuda::is_capturing(context.stream)) {
-    cache.pin(plan);
-  }
-  return plan;
+  return find_device_plan<P>(layout.key(), context, [&](int device) { return make(layout, device); });
 }
 
 /// How a kernel is instantiated and launched: what a thread keeps in registers, and how many share a row.

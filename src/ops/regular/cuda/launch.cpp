@@ -11,8 +11,8 @@
 #include "ops/regular/problem.h"
 #include "ops/regular/tiles.h"
 #include "runtime/alignment.h"
+#include "runtime/device_plan.h"
 #include "runtime/kernels.h"
-#include "runtime/plan_cache.h"
 
 namespace fretwork::regular_op::cuda {
 namespace {
@@ -46,18 +46,6 @@ const T* data(const DeviceBuffer& buffer) {
   return static_cast<const T*>(buffer.data());
 }
 
-/// Remembered by pattern and device, and kept for good once a graph refers to it.
-template <typename Plan, typename Make>
-std::shared_ptr<const Plan> remember(const std::string& what, const RegularPattern& pattern, Context& context,
-                                     const Make& make) {
-  static PlanCache<Plan>& cache = *std::make_unique<PlanCache<Plan>>().release();
-  auto plan = cache.get(hash128(what + " " + pattern.key() + "@" + std::to_string(context.device.index)), make);
-  if (driver::is_capturing(context.stream)) {
-    cache.pin(plan);
-  }
-  return plan;
-}
-
 /// Entries as lists: the columns of rows, or RegularPlaces of columns.
 struct ListPlan {
   DeviceBuffer first, entries;
@@ -65,17 +53,17 @@ struct ListPlan {
 };
 
 std::shared_ptr<const ListPlan> row_lists(const RegularPattern& pattern, Context& context) {
-  return remember<ListPlan>("rows", pattern, context, [&] {
+  return find_device_plan<ListPlan>("rows " + pattern.key(), context, [&](int device) {
     const auto rows = rows_of(pattern);
-    return ListPlan{upload(rows->first, context.device.index), upload(rows->columns, context.device.index)};
+    return ListPlan{upload(rows->first, device), upload(rows->columns, device)};
   });
 }
 
 std::shared_ptr<const ListPlan> column_lists(const RegularPattern& pattern, Context& context) {
   static_assert(sizeof(Columns::Entry) == sizeof(RegularPlace));
-  return remember<ListPlan>("columns", pattern, context, [&] {
+  return find_device_plan<ListPlan>("columns " + pattern.key(), context, [&](int device) {
     const auto columns = columns_of(pattern);
-    return ListPlan{upload(columns->first, context.device.index), upload(columns->entries, context.device.index)};
+    return ListPlan{upload(columns->first, device), upload(columns->entries, device)};
   });
 }
 
@@ -86,20 +74,20 @@ struct TilePlan {
 };
 
 std::shared_ptr<const TilePlan> tile_plan(const RegularPattern& pattern, bool by_col, Context& context) {
-  return remember<TilePlan>(by_col ? "column tiles" : "row tiles", pattern, context, [&] {
-    const int device = context.device.index;
-    const Tiles made =
-        by_col ? make_tiles(*columns_of(pattern), pattern.rows()) : make_tiles(*rows_of(pattern), pattern.cols());
-    return TilePlan{upload(made.tiles, device),
-                    upload(made.lines, device),
-                    upload(made.bits, device),
-                    upload(made.partners, device),
-                    upload(made.wave_tiles, device),
-                    by_col ? DeviceBuffer() : upload(rows_of(pattern)->first, device),
-                    static_cast<int>(made.tiles.size()),
-                    static_cast<int>(made.wave_tiles.size()),
-                    made.sums};
-  });
+  return find_device_plan<TilePlan>(
+      (by_col ? "column tiles " : "row tiles ") + pattern.key(), context, [&](int device) {
+        const Tiles made =
+            by_col ? make_tiles(*columns_of(pattern), pattern.rows()) : make_tiles(*rows_of(pattern), pattern.cols());
+        return TilePlan{upload(made.tiles, device),
+                        upload(made.lines, device),
+                        upload(made.bits, device),
+                        upload(made.partners, device),
+                        upload(made.wave_tiles, device),
+                        by_col ? DeviceBuffer() : upload(rows_of(pattern)->first, device),
+                        static_cast<int>(made.tiles.size()),
+                        static_cast<int>(made.wave_tiles.size()),
+                        made.sums};
+      });
 }
 
 RegularOperand params(const Operand& o) { return {o.data, o.batch, o.head, o.row, o.col}; }
@@ -252,7 +240,7 @@ struct SoftmaxPlan {
 };
 
 std::shared_ptr<const SoftmaxPlan> softmax_plan(const RegularPattern& pattern, Context& context) {
-  return remember<SoftmaxPlan>("softmax", pattern, context, [&] {
+  return find_device_plan<SoftmaxPlan>(pattern.key(), context, [&](int device) {
     std::vector<RegularSoftmaxRow> held, longer;
     SoftmaxPlan plan;
     int row = 0;
@@ -264,7 +252,7 @@ std::shared_ptr<const SoftmaxPlan> softmax_plan(const RegularPattern& pattern, C
     plan.held = static_cast<int>(held.size());
     plan.longer = static_cast<int>(longer.size());
     held.insert(held.end(), longer.begin(), longer.end());
-    plan.rows = upload(held, context.device.index);
+    plan.rows = upload(held, device);
     return plan;
   });
 }

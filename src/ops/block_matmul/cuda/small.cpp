@@ -1,0 +1,225 @@
+// The host side of the small tiles: which of them fit, what they cost, the launch.
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "blocks/plan.h"
+#include "core/divide.h"
+#include "ops/block_matmul/cuda/families.h"
+#include "ops/block_matmul/cuda/params.h"
+#include "runtime/alignment.h"
+#include "runtime/cuda_driver.h"
+#include "runtime/device_plan.h"
+#include "runtime/kernels.h"
+
+namespace fretwork::block_matmul::small {
+namespace {
+
+namespace driver = fretwork::cuda;
+
+constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+constexpr int kElement = 2;  // bytes
+
+/// What an instance depends on beside the tile.
+struct Access {
+  bool blocks_k, dense_k, aligned;
+};
+
+KernelSpec instance(DType dtype, const SmallTile& tile, const Access& access) {
+  const auto flag = [](bool value) { return value ? ", true" : ", false"; };
+  return {"ops/block_matmul/cuda/small.cuh",
+          std::string("fretwork::spmm_small<") + device_type(dtype) + ", " + std::to_string(tile.rows) + ", " +
+              std::to_string(tile.cols) + ", " + std::to_string(tile.warps) + flag(access.blocks_k) +
+              flag(access.dense_k) + flag(access.aligned) + ">",
+          tile.ring_bytes()};
+}
+
+std::vector<KernelSpec> list_kernels(const std::string& arch) {
+  std::vector<KernelSpec> list;
+  if (driver::arch_number(arch) < 80) {
+    return list;
+  }
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    for (const SmallTile& tile : kSmallTiles) {
+      for (const bool blocks_k : {false, true}) {
+        list.push_back(instance(dtype, tile, {blocks_k, true, true}));
+        list.push_back(instance(dtype, tile, {blocks_k, false, true}));
+        list.push_back(instance(dtype, tile, {blocks_k, false, false}));
+      }
+    }
+  }
+  return list;
+}
+const KernelList kKernels{"block_matmul", list_kernels};
+
+constinit KernelTable<256> kernels;
+
+const Kernel& kernel_of(DType dtype, std::size_t tile, const Access& access, int device) {
+  const std::size_t which = tile << 4 | (dtype == DType::f16 ? 0u : 8u) | (access.blocks_k ? 4u : 0u) |
+                            (access.dense_k ? 2u : 0u) | (access.aligned ? 1u : 0u);
+  return kernels.get(which, device, [&] { return instance(dtype, kSmallTiles[tile], access); });
+}
+
+// ------------------------------------------------------------------------------------------------------ operands
+
+/// Rows and columns of a block of op(S).
+struct BlockSize {
+  std::int64_t rows, cols;
+};
+BlockSize block_of(const Problem& p) {
+  const auto& s = p.layout->sizes();
+  return p.transposed ? BlockSize{s.block_cols, s.block_rows} : BlockSize{s.block_rows, s.block_cols};
+}
+
+BlocksArg blocks_arg(const Problem& p) {
+  const Values& v = p.sparse;
+  return p.transposed ? BlocksArg{v.data, v.z_stride, v.block_stride, v.col_stride, v.row_stride}
+                      : BlocksArg{v.data, v.z_stride, v.block_stride, v.row_stride, v.col_stride};
+}
+MatrixArg matrix_arg(const Matrix& m) { return {m.data, m.row_stride, m.col_stride, m.z_stride, m.h_stride}; }
+
+/// How blocks and the dense operand can be read; `fits` says whether they can.
+struct Readable : Access {
+  bool fits = false;
+};
+Readable readable(const Problem& p) {
+  const BlocksArg b = blocks_arg(p);
+  const Matrix& m = p.right;
+  Readable r;
+  r.blocks_k = b.col == 1 && is_aligned(b.data, {b.row, b.block, b.z}, kElement, 16);
+  const bool blocks = r.blocks_k || (b.row == 1 && is_aligned(b.data, {b.col, b.block, b.z}, kElement, 16));
+  const auto free_stride = m.cols == 1 ? 0 : m.col_stride;
+  r.dense_k = m.row_stride == 1 && is_aligned(m.data, {free_stride, m.h_stride, m.z_stride}, kElement, 16);
+  const bool along = m.col_stride == 1 || m.cols == 1;
+  r.aligned = r.dense_k ||
+              (m.cols % 8 == 0 && along && is_aligned(m.data, {m.row_stride, m.h_stride, m.z_stride}, kElement, 16));
+  r.fits = blocks && (r.dense_k || along);
+  return r;
+}
+
+// ---------------------------------------------------------------------------------------------------------- plans
+
+/// See SmallParams.
+struct DevicePlan {
+  driver::DeviceBuffer rows;
+  int row_count, stride, groups_per_head;
+  std::size_t bytes() const { return rows.bytes(); }
+};
+
+DevicePlan make_plan(const Problem& p, int device) {
+  const blocks::SpmmPlan plan = blocks::make_spmm_plan(*p.layout, p.transposed, 1, 0);
+  const auto stride = static_cast<std::size_t>(1 + plan.segments.front().last - plan.segments.front().first);
+  std::vector<int> rows(2 * stride * plan.segments.size());
+  for (std::size_t n = 0; const auto& segment : plan.segments) {
+    int* const row = rows.data() + 2 * stride * n++;
+    row[0] = segment.group;
+    row[1] = segment.last - segment.first;
+    std::copy(plan.steps.begin() + 2 * segment.first, plan.steps.begin() + 2 * segment.last, row + 2);
+  }
+  return {driver::DeviceBuffer(device, rows.data(), rows.size() * sizeof(int)), static_cast<int>(plan.segments.size()),
+          static_cast<int>(stride), plan.groups_per_head};
+}
+
+std::shared_ptr<const DevicePlan> find_plan(const Problem& p, const Context& context) {
+  return find_device_plan<DevicePlan>((p.transposed ? "small t " : "small n ") + p.layout->key(), context,
+                                      [&](int device) { return make_plan(p, device); });
+}
+
+int shared_bytes(const DevicePlan& plan, const SmallTile& tile) { return tile.ring_bytes() + 8 * plan.stride; }
+
+std::int64_t heads_of(const Problem& p) { return p.layout->heads() == 1 ? p.h_out : 1; }
+
+std::int64_t ctas_of(const Problem& p, const DevicePlan& plan, const SmallTile& tile) {
+  return plan.row_count * (block_of(p).rows / tile.rows) * ceil_div(p.out.cols, tile.cols) * p.z_out * heads_of(p);
+}
+
+/// µs, fitted to some thousand random products (bench/results/h200/block_candidates.json). An SM is busy for `stage`
+/// with 64 of K of a tile, and for `cta` with each CTA; a CTA alone takes `start`, and `chain` for 64 of K.
+struct Rates {
+  double stage, cta, chain, start;
+};
+constexpr Rates kRates[] = {{0.86, 1.06, 0.735, 1.03},   {0.307, 0.787, 0.442, 1.0},  {0.252, 0.747, 0.434, 1.07},
+                            {0.30, 1.2, 0.43, 1.1},      {0.24, 0.709, 0.412, 0.96},  {0.25, 0.9, 0.41, 1.0},
+                            {0.314, 0.992, 0.486, 1.26}, {0.307, 0.745, 0.462, 1.12}, {0.31, 1.0, 0.45, 1.1}};
+static_assert(std::size(kRates) == std::size(kSmallTiles));
+
+double cost(const Problem& p, const DevicePlan& plan, std::size_t number, const Readable& access, int multiprocessors) {
+  const SmallTile& tile = kSmallTiles[number];
+  const auto& [stage, cta, chain, start] = kRates[number];
+  const double cols = static_cast<double>(block_of(p).cols) / 64 / tile.teams();  // stages of a block
+  const double ctas = static_cast<double>(ctas_of(p, plan, tile));
+  const double stages = ctas * static_cast<double>(p.layout->nnz()) / plan.row_count * cols;
+  // Lines along K arrive faster; what is shifted in registers is not copied far ahead.
+  const double slower = access.dense_k ? 0.8 : access.aligned ? 1 : 2.4;
+  // Dense operands that L2 cannot hold come from memory more than once.
+  const double strip = 2 * static_cast<double>(p.right.rows * p.right.cols * p.z_out * p.h_out);
+  const double l2 = stages * tile.stage_bytes() * tile.teams() / (strip > 30e6 ? 2.4e6 : cost::kL2);
+  const double busy = stages / multiprocessors * stage * slower + std::ceil(ctas / multiprocessors) * cta;
+  const double alone = start + (plan.stride - 1) * cols * chain * slower;
+  const cost::Work work{.memory = operand_bytes(p) / cost::kMemory,
+                        .l2 = l2 * cost::kMultiprocessors / multiprocessors,
+                        .busiest = std::max(busy, alone),
+                        .serial = 0.15 * std::min(busy, alone)};
+  return work.microseconds();
+}
+
+}  // namespace
+
+std::vector<Candidate<int>> candidates(const Problem& p, const Context& context) {
+  const auto [rows, cols] = block_of(p);
+  const int device = context.device.index;
+  if (p.kind != Kind::spmm || (p.dtype != DType::f16 && p.dtype != DType::bf16) || p.layout->nnz() == 0 ||
+      p.z_out == 0 || p.h_out == 0 || p.out.cols == 0 || p.z_sum != 1 || p.h_sum != 1 || rows % 16 != 0 ||
+      cols % 16 != 0 || driver::arch_number(device) < 80) {
+    return {};
+  }
+  const Readable access = readable(p);
+  if (!access.fits) {
+    return {};
+  }
+  const auto plan = find_plan(p, context);
+  const auto& info = driver::device_info(device);
+  std::vector<Candidate<int>> list;
+  for (std::size_t n = 0; n < std::size(kSmallTiles); ++n) {
+    const SmallTile& tile = kSmallTiles[n];
+    if (rows % tile.rows == 0 && shared_bytes(*plan, tile) <= info.shared_per_block &&
+        ctas_of(p, *plan, tile) <= kMost) {
+      list.push_back({static_cast<int>(n), cost(p, *plan, n, access, info.multiprocessors)});
+    }
+  }
+  return list;
+}
+
+void launch(const Problem& p, Context& context, int number) {
+  const SmallTile tile = kSmallTiles[static_cast<std::size_t>(number)];
+  const auto plan = find_plan(p, context);
+  const Readable access = readable(p);
+  const auto [block_rows, block_cols] = block_of(p);
+  SmallParams params{};
+  params.blocks = blocks_arg(p);
+  params.dense = matrix_arg(p.right);
+  params.out = matrix_arg(p.out);
+  params.rows = static_cast<const int*>(plan->rows.data());
+  params.per_block = Divisor(block_cols / 16);
+  params.row_count = plan->row_count;
+  params.stride = plan->stride;
+  params.pieces = static_cast<int>(block_rows / tile.rows);
+  params.tiles = static_cast<int>(ceil_div(p.out.cols, tile.cols));
+  params.heads = static_cast<int>(heads_of(p));
+  params.groups_per_head = plan->groups_per_head;
+  params.block_rows = static_cast<int>(block_rows);
+  params.block_cols = static_cast<int>(block_cols);
+  params.free = static_cast<int>(p.out.cols);
+  const MatrixArg& out = params.out;
+  params.turned = out.row == 1 && (out.col != 1 || p.out.cols == 1);
+  params.vector = params.turned ? is_aligned(out.data, {p.out.cols == 1 ? 0 : out.col, out.z, out.h}, kElement, 16)
+                                : out.col == 1 && p.out.cols % 8 == 0 &&
+                                      is_aligned(out.data, {out.row, out.z, out.h}, kElement, 16);
+  kernel_of(p.dtype, static_cast<std::size_t>(number), access, context.device.index)
+      .launch(ctas_of(p, *plan, tile), 32 * tile.warps, shared_bytes(*plan, tile), &params, context.stream);
+}
+
+}  // namespace fretwork::block_matmul::small

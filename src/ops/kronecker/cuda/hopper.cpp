@@ -20,35 +20,41 @@ static_assert(has_room(64, 4 * 64) && has_room(128, 2 * 128) && has_room(192, 19
 
 // ---------------------------------------------------------------------------------------------- kernels
 
-KernelSpec product_instance(DType dtype, int width, bool last, bool weights_k) {
-  return instance("hopper_product", "product", sized(dtype, width, last) + (weights_k ? ", true" : ", false"),
-                  product_shared_bytes(width));
-}
-KernelSpec dense_instance(DType dtype, int width, bool weights_k) {
-  return instance("hopper_product", "product",
-                  sized(dtype, width, false) + (weights_k ? ", true" : ", false") + ", true",
-                  product_shared_bytes(width));
-}
-KernelSpec interleaved_instance(int deltas, int width) {
-  return instance("hopper_interleaved", "product_interleaved", std::to_string(deltas) + ", " + std::to_string(width),
-                  shared_bytes(width));
-}
+/// Template arguments of `product`.
+struct Instance {
+  DType dtype;
+  int width;
+  bool last = false, weights_k = true, dense = false;
+  int deltas = 1;
+
+  KernelSpec spec() const {
+    const std::string form = deltas > 1 ? ", false, " + std::to_string(deltas) : dense ? ", true" : "";
+    return instance("hopper_product", "product", sized(dtype, width, last) + (weights_k ? ", true" : ", false") + form,
+                    shared());
+  }
+  int shared() const { return deltas > 1 ? shared_bytes(width) : product_shared_bytes(width); }
+  /// In the table, by type, layout, axis of the weights and width.
+  std::size_t place() const {
+    const std::size_t layout = deltas > 1 ? static_cast<std::size_t>(2 + deltas / 2) : dense ? 2 : last ? 1 : 0;
+    return ((type_index(dtype) * 5 + layout) * 2 + (weights_k ? 1 : 0)) * 4 + static_cast<std::size_t>(width / 64 - 1);
+  }
+};
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
   if (arch != "sm_90a") {
     return list;
   }
-  list.push_back(interleaved_instance(2, 64));
-  list.push_back(interleaved_instance(2, 128));
-  list.push_back(interleaved_instance(4, 64));
+  for (const auto& [deltas, width] : {std::pair{2, 64}, {2, 128}, {4, 64}}) {
+    list.push_back(Instance{DType::f32, width, false, true, false, deltas}.spec());
+  }
   for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
     for (const int width : kWidths) {
       for (const bool along_k : {true, false}) {
         if (along_k || dtype != DType::f32) {
-          list.push_back(dense_instance(dtype, width, along_k));
-          list.push_back(product_instance(dtype, width, false, along_k));
-          list.push_back(product_instance(dtype, width, true, along_k));
+          list.push_back(Instance{dtype, width, false, along_k, true}.spec());
+          list.push_back(Instance{dtype, width, false, along_k}.spec());
+          list.push_back(Instance{dtype, width, true, along_k}.spec());
         }
       }
     }
@@ -57,25 +63,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"kronecker", list_kernels};
 
-/// Products by type, layout, width and axis of the weights (48), dense blocks (24), interleaved (3).
-constinit KernelTable<48 + 24 + 3> kernels;
-
-std::size_t place(DType dtype, int width, bool flag) {
-  const std::size_t type = dtype == DType::f16 ? 0 : dtype == DType::bf16 ? 1 : 2;
-  return type * 8 + (flag ? 4 : 0) + static_cast<std::size_t>(width / 64 - 1);
-}
-const Kernel& product_kernel(DType dtype, int width, bool last, bool weights_k, int device) {
-  return kernels.get(place(dtype, width, last) + (weights_k ? 24 : 0), device,
-                     [&] { return product_instance(dtype, width, last, weights_k); });
-}
-const Kernel& dense_kernel(DType dtype, int width, bool weights_k, int device) {
-  return kernels.get(48 + place(dtype, width, weights_k), device,
-                     [&] { return dense_instance(dtype, width, weights_k); });
-}
-const Kernel& interleaved_kernel(int deltas, int width, int device) {
-  const std::size_t index = deltas == 4 ? 2 : width == 128 ? 1 : 0;
-  return kernels.get(72 + index, device, [&] { return interleaved_instance(deltas, width); });
-}
+constinit KernelTable<3 * 5 * 2 * 4> kernels;
 
 // ---------------------------------------------------------------------------------------------- operands
 
@@ -201,11 +189,12 @@ void set_operands(ProductParams& params, const Problem& p, const Layout& layout)
 }
 
 /// `behind`: the weights are being packed by the kernel before.
-void launch(const Kernel& kernel, ProductParams params, int shared, bool behind, const Context& context) {
+void launch(const Instance& wanted, ProductParams params, bool behind, const Context& context) {
   const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
+  const Kernel& kernel = kernels.get(wanted.place(), context.device.index, [&] { return wanted.spec(); });
   params.behind = behind;
   const auto how = behind ? &Kernel::launch_behind : &Kernel::launch;
-  (kernel.*how)(std::min(params.total, multiprocessors), kThreads, shared, &params, context.stream);
+  (kernel.*how)(std::min(params.total, multiprocessors), kThreads, wanted.shared(), &params, context.stream);
 }
 
 void launch_product(const Problem& p, const Layout& layout, const Map& weights, bool weights_k, int width, bool behind,
@@ -223,8 +212,7 @@ void launch_product(const Problem& p, const Layout& layout, const Map& weights, 
     params.together = once ? 512 / (kRows * bytes_of(p.dtype)) : 1;  // so many bytes of a line in memory
     driver::fill_zero(taken.data(), sizeof(int), context.stream);
   }
-  launch(product_kernel(p.dtype, width, layout.last, weights_k, context.device.index), params,
-         product_shared_bytes(width), behind && in_turns, context);
+  launch({p.dtype, width, layout.last, weights_k}, params, behind && in_turns, context);
 }
 
 void run_as_it_lies(const Problem& p, int width, Context& context) {
@@ -259,7 +247,7 @@ void run_interleaved(const Problem& p, int width, Context& context) {
                        .map(static_cast<std::uint32_t>(32 / deltas), static_cast<std::uint32_t>(width),
                             static_cast<std::uint32_t>(deltas));
   params.y = operand_map(y, true, 64);
-  launch(interleaved_kernel(deltas, width, context.device.index), params, shared_bytes(width), true, context);
+  launch({p.dtype, width, false, true, false, deltas}, params, true, context);
 }
 
 /// Batch first, the d products of each block as one dense matrix: y, x and the weights of pattern (a, b·d, c·d, 1).
@@ -300,8 +288,7 @@ void run_dense(const Problem& p, int width, Context& context) {
   ProductParams params = product_params(one.problem, whole, ceil_div(p.batch, kRows), width, 16);
   set_operands(params, p, one.layout);
   params.weights = operand_map(weights, along_k, width);
-  launch(dense_kernel(p.dtype, width, along_k, context.device.index), params, product_shared_bytes(width), true,
-         context);
+  launch({p.dtype, width, false, along_k, true}, params, true, context);
 }
 
 /// A part of the batch at a time, which bounds the workspace.

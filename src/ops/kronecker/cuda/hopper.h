@@ -21,7 +21,7 @@ namespace driver = fretwork::cuda;
 inline constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
 inline constexpr int kWidths[] = {64, 128, 192, 256};
 
-inline int narrowed(std::int64_t value) { return static_cast<int>(value); }
+constexpr int narrowed(std::int64_t value) { return static_cast<int>(value); }
 
 inline KernelSpec instance(const std::string& file, const std::string& kernel, const std::string& arguments,
                            int shared) {
@@ -31,6 +31,9 @@ inline KernelSpec instance(const std::string& file, const std::string& kernel, c
 inline std::string sized(DType dtype, int width, bool last) {
   return std::string(device_type(dtype)) + ", " + std::to_string(width) + (last ? ", true" : ", false");
 }
+
+/// Of the types that there are kernels for.
+inline std::size_t type_index(DType dtype) { return dtype == DType::f16 ? 0 : dtype == DType::bf16 ? 1 : 2; }
 
 inline int bytes_of(DType dtype) { return static_cast<int>(size_of(dtype)); }
 /// Elements in the 128 bytes of a line of shared memory: the depth of a step.

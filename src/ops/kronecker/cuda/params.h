@@ -384,20 +384,22 @@ namespace fretwork::kronecker::hopper {
 inline constexpr int kRows = 128, kThreads = 384;
 inline constexpr int kStagingBytes = 32768;  ///< where results wait for the copy engine
 
-constexpr int stage_bytes(int width) { return (kRows + width) * 128; }
+/// `deltas`: of gradients that add up so many products (2 or 4) at once, else 1.
+constexpr int stage_bytes(int width, int deltas = 1) { return (kRows + width) * deltas * 128; }
 /// As many as fit; eight hide the latency of memory.
-constexpr int stages(int width) { return 196608 / stage_bytes(width) < 8 ? 196608 / stage_bytes(width) : 8; }
+constexpr int stages(int width, int deltas = 1) {
+  const int fit = 196608 / stage_bytes(width, deltas);
+  return fit < 8 ? fit : 8;
+}
 /// The ring begins at a multiple of 1024 bytes, after two barriers for each stage.
 constexpr int shared_bytes(int width) { return stages(width) * (stage_bytes(width) - 16) + kStagingBytes + 1024; }
 
 /// Of products, which have the number of a stage's tile beside its barriers.
 constexpr int product_shared_bytes(int width) { return shared_bytes(width) - 4 * stages(width); }
 
-/// Of gradients that add up `deltas` (2 or 4) products at once.
-constexpr int interleaved_stage_bytes(int deltas) { return (kRows * deltas + 256) * 128; }
-constexpr int interleaved_stages(int deltas) { return deltas == 4 ? 2 : 3; }
-constexpr int interleaved_shared_bytes(int deltas) {
-  return interleaved_stages(deltas) * interleaved_stage_bytes(deltas) + 1024;
+/// Of gradients: those of one product at a time have ones behind the stages.
+constexpr int gradient_shared_bytes(int width, int deltas) {
+  return deltas == 1 ? shared_bytes(width) : stages(width, deltas) * stage_bytes(width, deltas) + 1024;
 }
 
 /// Operands in global memory, for threads that read or write them without the copy engine: lines that it cannot

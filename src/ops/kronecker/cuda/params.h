@@ -325,14 +325,6 @@ struct ClusterGradientTile {
   constexpr int shared() const { return 1024 + ring() * stage(); }
 };
 
-/// The CTAs of a cluster's row share d_y, those of a column share x. In `weight` slabs and groups count clusters. Both
-/// maps are (δ, n, j or k, i), or where d is 16 (4 columns · δ, n, j or k by four, i).
-struct ClusterWeightParams {
-  Map x, dy;
-  WeightParams weight;
-  int cluster_rows, cluster_columns;
-};
-
 /// Hopper, d = V = 2 or 4: eight warps, four along j and two along k, sum 128 j × 256/V k × V δ; or, where V = 4,
 /// `broad`: two and four, 64 j × 128 k, as many lines. Memory moves in lines of 128 bytes, 64/V columns of all δ,
 /// `kDepth` rows of the batch at a time.
@@ -353,10 +345,14 @@ struct FlatTile {
   constexpr int shared() const { return 1024 + ring() * stage(); }
 };
 
-struct FlatWeightParams {
-  Map x, dy;  ///< (k or j · δ, i, n)
+/// The CTAs of a cluster's row share d_y, those of a column share x; FlatTile has no clusters. In `weight` slabs and
+/// groups count clusters. Both maps are (δ, n, j or k, i), or where d is 16 (4 columns · δ, n, j or k by four, i), or
+/// of a FlatTile (k or j · δ, i, n).
+struct ClusterWeightParams {
+  Map x, dy;
   WeightParams weight;
-  bool skip;  ///< what lies outside is not multiplied
+  int cluster_rows, cluster_columns;
+  bool skip;  ///< FlatTile: what lies outside is not multiplied
 };
 
 struct ReduceParams {

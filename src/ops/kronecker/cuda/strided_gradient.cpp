@@ -10,7 +10,6 @@ namespace {
 
 constexpr const char* kClusterWeight = "ops/kronecker/cuda/strided_cluster_weight.cuh";
 constexpr const char* kWeight = "ops/kronecker/cuda/strided_weight.cuh";
-constexpr const char* kFlatWeight = "ops/kronecker/cuda/strided_flat_weight.cuh";
 
 /// The tiles there are kernels for.
 std::vector<Tile> weight_tiles(int size) {
@@ -23,17 +22,14 @@ std::vector<Tile> weight_tiles(int size) {
 KernelSpec weight_kernel(DType dtype, int products, const Tile& tile) {
   return {kWeight, "fretwork::strided_weight" + arguments(dtype, products, tile), KernelSpec::kBySize};
 }
-KernelSpec cluster_weight_kernel(DType dtype, int deltas, bool flat) {
+/// On Hopper: of whole lines where d is 2 or 4 (`broad`: a FlatTile's), else by clusters (`flat`: lines of four
+/// columns).
+KernelSpec cluster_weight_kernel(DType dtype, int deltas, bool flat_or_broad) {
   return {kClusterWeight,
-          std::string("fretwork::strided_cluster_weight<") + device_type(dtype) + ", " + std::to_string(deltas) +
-              (flat ? ", true>" : ", false>"),
+          std::string("fretwork::strided_cluster_weight<fretwork::kronecker::strided::") +
+              (deltas < 16 ? "Flat" : "Cluster") + "Gradient<" + device_type(dtype) + ", " + std::to_string(deltas) +
+              (flat_or_broad ? ", true>>" : ", false>>"),
           KernelSpec::kBySize};
-}
-KernelSpec flat_weight_kernel(DType dtype, const FlatTile& tile) {
-  return {kFlatWeight,
-          std::string("fretwork::strided_flat_weight<") + device_type(dtype) + ", " + std::to_string(tile.v) +
-              (tile.broad ? ", true>" : ", false>"),
-          tile.shared()};
 }
 KernelSpec reduce_kernel(DType dtype, int wide) {
   return {kWeight, std::string("fretwork::strided_reduce<") + device_type(dtype) + ", " + std::to_string(wide) + ">"};
@@ -51,13 +47,11 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
     list.push_back(reduce_kernel(dtype, 1));
     list.push_back(reduce_kernel(dtype, 4));
     if (arch == "sm_90a" && size == 2) {
-      list.push_back(cluster_weight_kernel(dtype, 16, true));
-      for (const int deltas : {16, 32, 64}) {
+      for (const int deltas : {2, 4, 16, 32, 64}) {
         list.push_back(cluster_weight_kernel(dtype, deltas, false));
       }
-      for (const FlatTile& tile : {FlatTile{4}, FlatTile{4, true}, FlatTile{2}}) {
-        list.push_back(flat_weight_kernel(dtype, tile));
-      }
+      list.push_back(cluster_weight_kernel(dtype, 4, true));
+      list.push_back(cluster_weight_kernel(dtype, 16, true));
     }
   }
   return list;
@@ -97,35 +91,49 @@ std::optional<Tile> plan_weight(const WeightProblem& problem, int shared_limit) 
   return best;
 }
 
-/// Clusters of a gradient: δ of a CTA, whether rows are read in lines, and CTAs.
-struct WeightClusters {
-  ClusterGradientTile tile;
-  bool flat;
-  int rows, columns;
+/// How Hopper's kernel divides a gradient: columns j and k, δ, batch rows and bytes of a CTA's stage, and CTAs of a
+/// cluster.
+struct ClusterPlan {
+  bool lines;  ///< d is 2 or 4: FlatGradient
+  bool flat_or_broad;
+  int high, wide, deltas, depth, stage, shared;
+  int warp_columns;  ///< k that take turns in adding up the bias
+  int rows = 1, columns = 1;
 };
+
+/// The FlatTile that has less of it outside the matrix.
+ClusterPlan plan_lines(const Sizes& s) {
+  const FlatTile high{static_cast<int>(s.d)}, broad{high.v, true};
+  const auto tiles = [&](const FlatTile& t) { return ceil_div(s.b, t.rows()) * ceil_div(s.c, t.columns()); };
+  const FlatTile& t = s.d == 4 && tiles(broad) < tiles(high) ? broad : high;
+  return {true, t.broad, t.rows(), t.columns(), t.v, FlatTile::kDepth, t.stage(), t.shared(), t.warp_columns()};
+}
 
 /// By times on an H200. Lines of 128 bytes, 64 δ or four columns of 16, need the fewest copies; large blocks read them
 /// more often, and 32 δ make squarer tiles. Clusters pay only where they waste nothing.
-WeightClusters plan_weight_cluster(const Sizes& s) {
+ClusterPlan plan_clusters(const Sizes& s) {
   constexpr std::int64_t kLarge = 1 << 15, kMany = 64, kSome = 16;  // weights of a product; CTAs, and of a factor
+  constexpr int kColumns = ClusterGradientTile::kColumns;
   const bool flat = s.d == 16 && s.b % 4 == 0 && s.c % 4 == 0;
-  const int deltas = s.d % 64 == 0 && (s.b * s.c < kLarge || s.b < s.c) ? 64 : s.d % 32 == 0 ? 32 : 16;
-  WeightClusters plan{{deltas}, flat, 1, 1};
+  const ClusterGradientTile t{s.d % 64 == 0 && (s.b * s.c < kLarge || s.b < s.c) ? 64 : s.d % 32 == 0 ? 32 : 16};
+  ClusterPlan plan{false,     flat,       t.rows(), kColumns, t.deltas, ClusterGradientTile::kDepth,
+                   t.stage(), t.shared(), kColumns};
   const auto dividing = [](std::int64_t slabs, int most) {
     while (slabs % most != 0) {
       most /= 2;
     }
     return most;
   };
-  const std::int64_t high = ceil_div(s.b, plan.tile.rows()), wide = ceil_div(s.c, ClusterGradientTile::kColumns);
-  if (plan.flat) {
+  const std::int64_t high = ceil_div(s.b, t.rows()), wide = ceil_div(s.c, kColumns);
+  if (flat) {
     plan.columns = wide == 2 ? 2 : 1;
-  } else if (plan.tile.deltas < 64 || (high * wide >= kSome && s.a * (s.d / 64) * high * wide >= kMany)) {
+  } else if (t.deltas < 64 || (high * wide >= kSome && s.a * (s.d / 64) * high * wide >= kMany)) {
     plan.rows = dividing(high, 4);
-    plan.columns = dividing(wide, plan.tile.deltas == 64 ? 2 : 4 / plan.rows);
+    plan.columns = dividing(wide, t.deltas == 64 ? 2 : 4 / plan.rows);
   }
   return plan;
 }
+ClusterPlan plan_cluster(const Sizes& s) { return s.d == 2 || s.d == 4 ? plan_lines(s) : plan_clusters(s); }
 
 WeightParams weight_params(const WeightProblem& problem) {
   const Sizes& s = problem.sizes;
@@ -200,64 +208,53 @@ void reduce(const WeightProblem& problem, const WeightParams& params, Context& c
                                                                               context.stream);
 }
 
-/// Whether rows of both operands can be read as they lie, all δ of a column together.
-bool flat_fits(const WeightProblem& problem, const Machine& machine) {
+/// Both operands for one of Hopper's kernels.
+Map cluster_map(const Matrix& m, const WeightProblem& problem, const ClusterPlan& plan, std::int64_t count, int box) {
   const Sizes& s = problem.sizes;
-  return (s.d == 2 || s.d == 4) && (s.a == 1 || (s.b * s.d % 8 == 0 && s.c * s.d % 8 == 0)) &&
-         clusters_fit(problem.dtype, problem.batch, problem.x, problem.d_y, machine);
+  if (!plan.lines) {
+    return make_batch_map(m, problem.batch, s, count, box, plan.deltas, plan.flat_or_broad);
+  }
+  return make_map(m, problem.batch, {static_cast<std::uint64_t>(count * s.d), static_cast<std::uint64_t>(s.a)},
+                  {64, 1, FlatTile::kDepth}, driver::Swizzle::b128);
 }
 
-/// The tile that has less of it outside the matrix.
-FlatTile flat_tile(const Sizes& s) {
-  const FlatTile high{static_cast<int>(s.d)}, broad{high.v, true};
-  const auto tiles = [&](const FlatTile& t) { return ceil_div(s.b, t.rows()) * ceil_div(s.c, t.columns()); };
-  return s.d == 4 && tiles(broad) < tiles(high) ? broad : high;
-}
-
-void run_flat(const WeightProblem& problem, Context& context) {
-  const Sizes& s = problem.sizes;
-  const FlatTile tile = flat_tile(s);
-  const auto map = [&](const Matrix& m, std::int64_t columns) {
-    return make_map(m, problem.batch, {static_cast<std::uint64_t>(columns * s.d), static_cast<std::uint64_t>(s.a)},
-                    {64, 1, FlatTile::kDepth}, driver::Swizzle::b128);
-  };
-  // Where memory is the limit, CTAs that read the same lines should not drift apart.
-  const bool skip = s.b * s.c > 84 * (s.b + s.c);
-  FlatWeightParams params{map(problem.x, s.c), map(problem.d_y, s.b), weight_params(problem), skip};
-  WeightParams& weight = params.weight;
-  weight.slabs_b = static_cast<int>(ceil_div(s.b, tile.rows()));
-  weight.slabs_c = static_cast<int>(ceil_div(s.c, tile.columns()));
-  weight.groups = static_cast<int>(s.a * weight.slabs_b * weight.slabs_c);
-  weight.pieces = static_cast<int>(pieces_of(weight.groups, ceil_div(problem.batch, FlatTile::kDepth),
-                                             driver::device_info(context.device.index).multiprocessors, tile.stage(),
-                                             64 * 1024.0 + kPartial));
-  weight.bias_shares = static_cast<int>(std::min(kMostShares, ceil_div(s.c, tile.warp_columns())));
-  const Partials partials(problem, weight, context);
-  get_kernel(flat_weight_kernel(problem.dtype, tile), context.device.index)
-      .launch(std::int64_t{weight.groups} * weight.pieces, FlatTile::kThreads, tile.shared(), &params, context.stream);
-  reduce(problem, weight, context);
-}
+/// Groups of tiles, each a cluster's, and the pieces of the batch, of which `at_once` clusters run.
+struct ClusterCut {
+  std::int64_t slabs_b, slabs_c, groups, stages, pieces;
+  ClusterCut(const WeightProblem& p, const ClusterPlan& plan, std::int64_t at_once)
+      : slabs_b(ceil_div(p.sizes.b, plan.high * plan.rows)),
+        slabs_c(ceil_div(p.sizes.c, plan.wide * plan.columns)),
+        groups(p.sizes.a * (p.sizes.d / plan.deltas) * slabs_b * slabs_c),
+        stages(ceil_div(p.batch, plan.depth)),
+        pieces(pieces_of(groups, stages, at_once, plan.stage, 64 * 1024.0 + kPartial)) {}
+};
 
 void run_clusters(const WeightProblem& problem, Context& context) {
   const Sizes& s = problem.sizes;
-  const auto [tile, flat, rows, columns] = plan_weight_cluster(s);
-  const int size = rows * columns;
-  const Kernel& kernel = get_kernel(cluster_weight_kernel(problem.dtype, tile.deltas, flat), context.device.index);
-  ClusterWeightParams params{
-      make_batch_map(problem.x, problem.batch, s, s.c, ClusterGradientTile::kColumns / rows, tile.deltas, flat),
-      make_batch_map(problem.d_y, problem.batch, s, s.b, tile.rows() / columns, tile.deltas, flat),
-      weight_params(problem), rows, columns};
+  const ClusterPlan plan = plan_cluster(s);
+  const int size = plan.rows * plan.columns, device = context.device.index;
+  const Kernel& kernel = get_kernel(cluster_weight_kernel(problem.dtype, plan.deltas, plan.flat_or_broad), device);
+  const ClusterCut cut(problem, plan,
+                       plan.lines ? driver::device_info(device).multiprocessors
+                                  : kernel.resident_clusters(size, ClusterTile::kThreads, plan.shared));
+  ClusterWeightParams params{cluster_map(problem.x, problem, plan, s.c, plan.wide / plan.rows),
+                             cluster_map(problem.d_y, problem, plan, s.b, plan.high / plan.columns),
+                             weight_params(problem), plan.rows, plan.columns,
+                             // Where memory is the limit, CTAs that read the same lines should not drift apart.
+                             s.b * s.c > 84 * (s.b + s.c)};
   WeightParams& weight = params.weight;
-  weight.slabs_b = static_cast<int>(ceil_div(s.b, tile.rows() * rows));
-  weight.slabs_c = static_cast<int>(ceil_div(s.c, ClusterGradientTile::kColumns * columns));
-  weight.groups = static_cast<int>(s.a * (s.d / tile.deltas) * weight.slabs_b * weight.slabs_c);
-  weight.bias_shares = static_cast<int>(std::min(kMostShares, ceil_div(s.c, ClusterGradientTile::kColumns)));
-  weight.pieces = static_cast<int>(pieces_of(weight.groups, ceil_div(problem.batch, ClusterGradientTile::kDepth),
-                                             kernel.resident_clusters(size, ClusterTile::kThreads, tile.shared()),
-                                             tile.stage(), 64 * 1024.0 + kPartial));
+  weight.slabs_b = static_cast<int>(cut.slabs_b);
+  weight.slabs_c = static_cast<int>(cut.slabs_c);
+  weight.groups = static_cast<int>(cut.groups);
+  weight.pieces = static_cast<int>(cut.pieces);
+  weight.bias_shares = static_cast<int>(std::min(kMostShares, ceil_div(s.c, plan.warp_columns)));
   const Partials partials(problem, weight, context);
-  kernel.launch_clusters(std::int64_t{weight.groups} * weight.pieces * size, size, ClusterTile::kThreads, tile.shared(),
-                         &params, context.stream);
+  const std::int64_t ctas = cut.groups * cut.pieces * size;
+  if (plan.lines) {
+    kernel.launch(ctas, FlatTile::kThreads, plan.shared, &params, context.stream);
+  } else {
+    kernel.launch_clusters(ctas, size, ClusterTile::kThreads, plan.shared, &params, context.stream);
+  }
   reduce(problem, weight, context);
 }
 
@@ -314,34 +311,23 @@ double alone_cost(const WeightProblem& p, const Tile& tile, double multiprocesso
 }
 
 double clusters_cost(const WeightProblem& p, double multiprocessors) {
-  constexpr cost::Rates kFlat = {3.2, 15.6e6, 2.67e6}, kClusters = {3.2, 9.3e6, 2e7};
+  constexpr cost::Rates kLines = {3.2, 15.6e6, 2.67e6}, kClusters = {3.2, 9.3e6, 2e7};
   constexpr double kReduce = 2.1;
-  const Sizes& s = p.sizes;
-  const bool whole = s.d == 2 || s.d == 4;
-  const FlatTile lines = flat_tile(s);
-  const WeightClusters plan = plan_weight_cluster(s);
-  const int size = whole ? 1 : plan.rows * plan.columns;
-  const std::int64_t depth = whole ? FlatTile::kDepth : ClusterGradientTile::kDepth;
-  const std::int64_t deltas = whole ? s.d : plan.tile.deltas;
-  const std::int64_t rows = whole ? lines.rows() : plan.tile.rows();
-  const std::int64_t columns = whole ? lines.columns() : ClusterGradientTile::kColumns;
-  const std::int64_t groups = s.a * (s.d / deltas) * ceil_div(s.b, rows * (whole ? 1 : plan.rows)) *
-                              ceil_div(s.c, columns * (whole ? 1 : plan.columns));
-  const std::int64_t tiles = ceil_div(p.batch, depth);
+  const ClusterPlan plan = plan_cluster(p.sizes);
+  const int size = plan.rows * plan.columns;
   const auto at_once = static_cast<std::int64_t>(multiprocessors) / size;
-  const double stage = whole ? lines.stage() : plan.tile.stage();
-  const std::int64_t pieces = pieces_of(groups, tiles, at_once, stage, 64 * 1024.0 + kPartial);
-  const double bytes =
-      whole ? stage : 2.0 * double(depth * deltas) * (double(rows) / plan.columns + double(columns) / plan.rows);
-  const cost::Tiles work{.count = double(groups * pieces),
-                         .at_once = double(at_once),
-                         .steps = double(ceil_div(tiles, pieces)),
-                         .bytes = bytes,
-                         .ops = 2.0 * double(rows * columns * deltas * depth),
-                         .out = 4.0 * double(rows * columns * deltas),
-                         .ctas = double(size)};
-  return cost::microseconds(work, whole ? kFlat : kClusters, batch_bytes(s, p.batch, p.dtype), multiprocessors) +
-         kReduce + reduce_cost(s, pieces, multiprocessors);
+  const ClusterCut cut(p, plan, at_once);
+  const cost::Tiles work{
+      .count = double(cut.groups * cut.pieces),
+      .at_once = double(at_once),
+      .steps = double(ceil_div(cut.stages, cut.pieces)),
+      .bytes = 2.0 * plan.depth * plan.deltas * (double(plan.high) / plan.columns + double(plan.wide) / plan.rows),
+      .ops = 2.0 * plan.high * plan.wide * plan.deltas * plan.depth,
+      .out = 4.0 * plan.high * plan.wide * plan.deltas,
+      .ctas = double(size)};
+  return cost::microseconds(work, plan.lines ? kLines : kClusters, batch_bytes(p.sizes, p.batch, p.dtype),
+                            multiprocessors) +
+         kReduce + reduce_cost(p.sizes, cut.pieces, multiprocessors);
 }
 
 }  // namespace
@@ -350,8 +336,12 @@ bool fits(const WeightProblem& p, const Config& config, const Machine& machine) 
   if (!suits(p.sizes, p.dtype, machine)) {
     return false;
   }
-  const bool rows = p.sizes.d % 16 == 0 && clusters_fit(p.dtype, p.batch, p.x, p.d_y, machine);
-  return config.family == Family::cluster ? rows || flat_fits(p, machine) : plan_weight(p, machine.shared).has_value();
+  if (config.family != Family::cluster) {
+    return plan_weight(p, machine.shared).has_value();
+  }
+  const auto& [a, b, c, d] = p.sizes;
+  const bool lines = (d == 2 || d == 4) && (a == 1 || (b * d % 8 == 0 && c * d % 8 == 0));
+  return (lines || d % 16 == 0) && clusters_fit(p.dtype, p.batch, p.x, p.d_y, machine);
 }
 
 double cost(const WeightProblem& p, const Config& config, const Machine& machine) {
@@ -363,7 +353,7 @@ void launch(const WeightProblem& p, const Config& config, Context& context) {
   if (config.family != Family::cluster) {
     return run_alone(p, *plan_weight(p, driver::device_info(context.device.index).shared_per_block), context);
   }
-  flat_fits(p, machine_of(context)) ? run_flat(p, context) : run_clusters(p, context);
+  run_clusters(p, context);
 }
 
 }  // namespace fretwork::kronecker::strided

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <limits>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "ops/kronecker/cuda/families.h"
@@ -34,13 +35,10 @@ KernelSpec pack_dense_instance(DType dtype) {
   return {kSource, std::string("fretwork::kronecker::hopper::pack_dense<") +
                        (size_of(dtype) == 2 ? "fretwork::u16>" : "float>")};
 }
-KernelSpec regroup_instance(int bytes, int deltas, bool back) {
+/// `whole`: fp32 with d = 4.
+KernelSpec regroup_instance(int bytes, int deltas, bool back, bool whole) {
   return {kSource, std::string("fretwork::kronecker::hopper::regroup<fretwork::u") + std::to_string(8 * bytes) + ", " +
-                       std::to_string(deltas) + (back ? ", true>" : ", false>")};
-}
-/// fp32 with d = 4.
-KernelSpec regroup_four_instance(bool back) {
-  return {kSource, std::string("fretwork::kronecker::hopper::regroup_four") + (back ? "<true>" : "<false>")};
+                       std::to_string(deltas) + (back ? ", true" : ", false") + (whole ? ", true>" : ", false>")};
 }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
@@ -53,20 +51,19 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
     list.push_back(pack_dense_instance(DType::f16));
     list.push_back(pack_dense_instance(DType::f32));
   }
-  list.push_back(regroup_four_instance(false));
-  list.push_back(regroup_four_instance(true));
-  for (const auto& [bytes, deltas] : {std::pair{2, 2}, {2, 4}, {2, 8}, {4, 2}, {4, 4}}) {
-    list.push_back(regroup_instance(bytes, deltas, false));
+  for (const auto& [bytes, deltas, whole] :
+       {std::tuple{2, 2, false}, {2, 4, false}, {2, 8, false}, {4, 2, false}, {4, 4, false}, {4, 4, true}}) {
+    list.push_back(regroup_instance(bytes, deltas, false, whole));
     if (arch == "sm_90a" || bytes == 4) {
-      list.push_back(regroup_instance(bytes, deltas, true));
+      list.push_back(regroup_instance(bytes, deltas, true, whole));
     }
   }
   return list;
 }
 const KernelList kKernels{"kronecker", list_kernels, kLeastArch};
 
-/// Packing by type (three), then regrouping by type, δ and way, then with d = 4, then packing dense blocks.
-constinit KernelTable<3 + 2 * 7 + 2> kernels;
+/// Packing by type (three), then regrouping by type, δ and way, the last of fp32 with d = 4, then packing dense blocks.
+constinit KernelTable<3 + 2 * 6 + 2> kernels;
 
 /// Lines of `entries`, as memory has them.
 struct Shape {
@@ -161,20 +158,17 @@ void pack_dense(const Weights& w, const Sizes& s, DType dtype, const Lines& line
   params.units = Divisor(units);
   params.p = Divisor(shape.lines);
   params.d = Divisor(s.d);
-  kernels.get(size_of(dtype) == 2 ? 17 : 18, context.device.index, [&] { return pack_dense_instance(dtype); })
+  kernels.get(size_of(dtype) == 2 ? 15 : 16, context.device.index, [&] { return pack_dense_instance(dtype); })
       .launch(ceil_div(params.total, hopper::kPackThreads), hopper::kPackThreads, 0, &params, context.stream);
 }
 
 void regroup(const RegroupParams& params, int bytes, bool back, const Context& context) {
   const int deltas = std::min(params.d, 16 / bytes);
-  if (bytes == 4 && params.d == 4) {
-    kernels.get(back ? 16 : 15, context.device.index, [&] { return regroup_four_instance(back); })
-        .launch(ceil_div(params.total, hopper::kRegroupThreads), hopper::kRegroupThreads, 0, &params, context.stream);
-    return;
-  }
+  const bool whole = bytes == 4 && params.d == 4;
+  const int place = (whole ? 5 : bytes / 4 * 3 + deltas / 4) * 2 + (back ? 1 : 0);
   kernels
-      .get(3 + static_cast<std::size_t>((bytes / 4 * 3 + deltas / 4) * 2 + (back ? 1 : 0)), context.device.index,
-           [&] { return regroup_instance(bytes, deltas, back); })
+      .get(3 + static_cast<std::size_t>(place), context.device.index,
+           [&] { return regroup_instance(bytes, deltas, back, whole); })
       .launch(ceil_div(params.total, hopper::kRegroupThreads), hopper::kRegroupThreads, 0, &params, context.stream);
 }
 

@@ -157,8 +157,7 @@ __global__ void __launch_bounds__(kPackThreads) unpack(const __grid_constant__ U
 }  // namespace fretwork::kronecker::hopper
 
 // ----------------------------------------------------------------------------------------------------
-// Transposes rows of x, y or weights from [k][l] to [l][k] and back. A thread, or four threads, transpose eight
-// features of L neighbouring δ in registers; both sides move 16 bytes at a time.
+// Transposes rows of x, y or weights from [k][l] to [l][k] and back, in registers; both sides move 16 bytes at a time.
 
 namespace fretwork::kronecker::hopper {
 
@@ -206,11 +205,10 @@ __device__ __forceinline__ void turn(u32 (&to)[kColumns][kRows * sizeof(Bits) / 
   }
 }
 
-/// L: the δ of 16 bytes, or d where that is less. Strided features are `d` elements apart; grouped ones are neighbours.
+/// A thread transposes eight features of L neighbouring δ.
 template <typename Bits, int L, bool Back>
-__global__ void __launch_bounds__(kRegroupThreads) regroup(const __grid_constant__ RegroupParams p) {
+__device__ __forceinline__ void regroup_by_threads(const RegroupParams& p) {
   constexpr int kRow = L * sizeof(Bits) / 4, kLine = 2 * sizeof(Bits);  // words
-  let_next_kernel_start();
   const int index = static_cast<int>(blockIdx.x) * kRegroupThreads + static_cast<int>(threadIdx.x);
   if (index >= p.total) {
     return;
@@ -280,8 +278,7 @@ __device__ __forceinline__ void turn_four(u32 (&v)[4]) {
 /// The same of fp32 with d = 4, where a feature is 16 bytes: a lane moves one, and four lanes turn four around, so that
 /// neighbouring lanes have neighbours in memory on both sides.
 template <bool Back>
-__global__ void __launch_bounds__(kRegroupThreads) regroup_four(const __grid_constant__ RegroupParams p) {
-  let_next_kernel_start();
+__device__ __forceinline__ void regroup_by_lanes(const RegroupParams& p) {
   const i64 first = static_cast<i64>(blockIdx.x) * (kRegroupThreads * 8) + threadIdx.x;
   const int q = static_cast<int>(threadIdx.x % 4);
   u32 v[8][4];
@@ -312,6 +309,18 @@ __global__ void __launch_bounds__(kRegroupThreads) regroup_four(const __grid_con
     if (strided[r] != nullptr) {
       store_units<4>(Back ? strided[r] : grouped[r], v[r]);
     }
+  }
+}
+
+/// L: the δ of 16 bytes, or d where that is less. Strided features are `d` elements apart; grouped ones are neighbours.
+/// kWhole: fp32 with d = 4.
+template <typename Bits, int L, bool Back, bool kWhole>
+__global__ void __launch_bounds__(kRegroupThreads) regroup(const __grid_constant__ RegroupParams p) {
+  let_next_kernel_start();
+  if constexpr (kWhole) {
+    regroup_by_lanes<Back>(p);
+  } else {
+    regroup_by_threads<Bits, L, Back>(p);
   }
 }
 

@@ -100,11 +100,23 @@ inline double moved_bytes(const Problem& p) {
 /// What the generic and the exact fp32 kernels are told of a product, but for where its operands lie.
 ProductParams product_params(const Problem& problem);
 
-/// Adds `pieces` of fp32 (or fp64) sums of `sizes`, which follow each other at `from`, into the strided `to`.
-void sum_pieces(const void* from, std::int64_t pieces, DType dtype, void* to, const std::int64_t (&sizes)[4],
-                const std::int64_t (&strides)[4], Context& context);
-/// The gradient of the bias, if it is wanted, in a pass of its own.
-void sum_batch(const WeightProblem& problem, Context& context);
+/// Pieces of a gradient in the type of sums (fp32, or fp64), one after the other.
+struct PartialSums {
+  const void* weights;
+  std::int64_t pieces;
+  bool matrices;     ///< in the order (a,d,b,c), else (a,b,c,d)
+  const void* bias;  ///< or null
+  std::int64_t bias_pieces;
+};
+/// Adds them into d_w and d_bias, in a fixed order.
+void reduce(const WeightProblem& problem, const PartialSums& sums, Context& context);
+
+/// Sums of d_y over pieces of the batch, if the bias gradient is wanted, in a pass of their own.
+struct BatchSums {
+  std::int64_t pieces;
+  Workspace space;
+  BatchSums(const WeightProblem& problem, Context& context);
+};
 
 // ----------------------------------------------------------------------------------------------------
 // Copies into the orders that kernels read (pack.cpp).

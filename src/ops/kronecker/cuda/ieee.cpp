@@ -352,18 +352,16 @@ void launch(const WeightProblem& problem, const Config& /*config*/, Context& con
   p.pieces = pieces_of(problem.batch, tiles, slots);
   p.piece = ceil_div(std::max<std::int64_t>(problem.batch, 1), p.pieces * kLineStep) * kLineStep;
   const Workspace sums(context, static_cast<std::size_t>(p.pieces * p.out_piece) * 4);
-  const Weights& w = problem.d_w;
   if (deltas) {
     p.out = {sums.data(), b * c * d, 1, c * d, d, 0, 0};
     p.vector = true;
     launch(p, neighbours, false, context);
-    sum_pieces(sums.data(), p.pieces, DType::f32, w.data, {a, b, c, d}, {w.a, w.b, w.c, w.d}, context);
   } else {
     p.out = {sums.data(), d * b * c, b * c, c, 1, 2, 0};
     launch(p, lines, !first, !first, context);
-    sum_pieces(sums.data(), p.pieces, DType::f32, w.data, {a, d, b, c}, {w.a, w.d, w.b, w.c}, context);
   }
-  sum_batch(problem, context);
+  const BatchSums bias(problem, context);
+  reduce(problem, {sums.data(), p.pieces, !deltas, bias.space.data(), bias.pieces}, context);
 }
 
 }  // namespace fretwork::kronecker::ieee

@@ -39,12 +39,16 @@ struct BatchSumParams {
   void* to;  ///< pieces × features, in the type of sums
 };
 
-/// to = Σ_p from[p], element by element; to has the shape (a, b, c, d) and any strides.
-struct PieceSumParams {
-  const void* from;
-  long long pieces, count;
-  void* to;
-  long long sizes[4], strides[4];
+/// The pieces of d_w, and of d_bias where there are some, follow each other, in the type of sums. `sizes` are in the
+/// order in which a piece of d_w lies, `strides` those of the result.
+struct ReduceParams {
+  const void *partials, *bias_partials;
+  void *to, *bias;
+  long long weights, features;  ///< of a piece
+  long long sizes[4], strides[4], bias_stride;
+  unsigned weight_ctas;  ///< those after add up the bias
+  int pieces, slices, bias_pieces, bias_slices;
+  bool contiguous;  ///< the result is, and aligned
 };
 
 }  // namespace fretwork::kronecker
@@ -353,19 +357,6 @@ struct ClusterWeightParams {
   WeightParams weight;
   int cluster_rows, cluster_columns;
   bool skip;  ///< FlatTile: what lies outside is not multiplied
-};
-
-struct ReduceParams {
-  const float* partials;
-  const float* bias_partials;
-  void* to;
-  void* bias;
-  long long weights, features;
-  long long stride_a, stride_b, stride_c, stride_d, bias_stride;
-  unsigned weight_ctas;  ///< those after add up the bias
-  int pieces, slices, bias_pieces, bias_slices;
-  int b, c, d;
-  bool contiguous;  ///< d_w is, and aligned
 };
 
 }  // namespace fretwork::kronecker::strided

@@ -31,9 +31,6 @@ KernelSpec cluster_weight_kernel(DType dtype, int deltas, bool flat_or_broad) {
               (flat_or_broad ? ", true>>" : ", false>>"),
           KernelSpec::kBySize};
 }
-KernelSpec reduce_kernel(DType dtype, int wide) {
-  return {kWeight, std::string("fretwork::strided_reduce<") + device_type(dtype) + ", " + std::to_string(wide) + ">"};
-}
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
@@ -44,8 +41,6 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
         list.push_back(weight_kernel(dtype, products, tile));
       }
     }
-    list.push_back(reduce_kernel(dtype, 1));
-    list.push_back(reduce_kernel(dtype, 4));
     if (arch == "sm_90a" && size == 2) {
       for (const int deltas : {2, 4, 16, 32, 64}) {
         list.push_back(cluster_weight_kernel(dtype, deltas, false));
@@ -170,42 +165,11 @@ constexpr double kPartial = 2.0 * sizeof(float) * 32768;  // sums of a CTA, writ
 
 int ring_of(const Tile& tile, int shared_limit) { return std::clamp(shared_limit / tile.batch_stage(), 2, 4); }
 
-/// Adds the pieces of d_w and, where wanted, of d_bias.
 void reduce(const WeightProblem& problem, const WeightParams& params, Context& context) {
-  // Many pieces are added by more threads.
-  const auto slices_of = [](int pieces, int most) {
-    return std::min(static_cast<int>(std::bit_ceil(static_cast<unsigned>(ceil_div(pieces, 4)))), most);
-  };
-  const Weights& w = problem.d_w;
-  ReduceParams sum{};
-  sum.partials = params.partials;
-  sum.bias_partials = params.bias_partials;
-  sum.to = w.data;
-  sum.bias = problem.d_bias.data;
-  sum.weights = params.weights;
-  sum.features = params.features;
-  sum.stride_a = w.a;
-  sum.stride_b = w.b;
-  sum.stride_c = w.c;
-  sum.stride_d = w.d;
-  sum.bias_stride = problem.d_bias.stride;
-  sum.pieces = params.pieces;
-  sum.slices = slices_of(sum.pieces, 8);
-  sum.bias_pieces = params.pieces * params.bias_shares;
-  sum.bias_slices = slices_of(sum.bias_pieces, 32);
-  sum.b = params.b;
-  sum.c = params.c;
-  sum.d = params.d;
-  const std::int64_t line = std::int64_t{params.c} * params.d;
-  sum.contiguous = w.d == 1 && w.c == params.d && w.b == line && w.a == line * params.b && is_aligned(w.data, 16);
-  const int wide = sum.weights % 4 == 0 ? 4 : 1;
-  const std::int64_t ctas = ceil_div(sum.weights * sum.slices, std::int64_t{kThreads} * wide);
-  const std::int64_t bias_ctas = sum.bias_partials != nullptr ? ceil_div(sum.features * sum.bias_slices, kThreads) : 0;
-  sum.weight_ctas = static_cast<unsigned>(ctas);
-  const bool behind = driver::device_info(context.device.index).arch >= 90;
-  const auto how = behind ? &Kernel::launch_behind : &Kernel::launch;
-  (get_kernel(reduce_kernel(problem.dtype, wide), context.device.index).*how)(ctas + bias_ctas, kThreads, 0, &sum,
-                                                                              context.stream);
+  kronecker::reduce(
+      problem,
+      {params.partials, params.pieces, false, params.bias_partials, std::int64_t{params.pieces} * params.bias_shares},
+      context);
 }
 
 /// Both operands for one of Hopper's kernels.

@@ -124,7 +124,7 @@ struct BatchSums {
 /// How the a·d matrices of packed weights lie: entries of a line are k, else j, and lines are `pitch` elements apart.
 struct Lines {
   bool along_k = true;
-  std::int64_t pitch = 0;  ///< a multiple of 16 bytes
+  std::int64_t pitch = 0;  ///< a multiple of 16 bytes, or the entries of a line
   bool tf32 = false;       ///< fp32 is rounded to it
 };
 

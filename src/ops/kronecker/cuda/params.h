@@ -182,14 +182,6 @@ struct Params {
 
 namespace fretwork::kronecker::ieee {
 
-/// Weights in the order that a kernel reads: the four axes from the outermost, lines of the last `line` elements apart.
-struct OrderParams {
-  const void* from;
-  void* to;
-  long long strides[4];
-  unsigned sizes[4], line, count;
-};
-
 /// Tiles of product_ieee: 64·warp_rows × 16·quads·warp_cols.
 struct LineTile {
   int quads, warp_rows, warp_cols;

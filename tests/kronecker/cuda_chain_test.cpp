@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "ops/kronecker/chain.h"
+#include "ops/kronecker/cuda/families.h"
 #include "support/activated.h"
 #include "support/device_tensor.h"
 #include "support/error_text.h"
@@ -137,7 +137,7 @@ struct Case {
   Activation activation = Activation::none;
   std::int64_t gap = 0;  ///< elements between the rows of x and y
   bool transposed = false;
-  chain::cuda::Arrangement arrangement = {};
+  chain::Arrangement arrangement = {};
 };
 
 std::string text(const Case& c) {
@@ -225,8 +225,8 @@ class ChainFused : public testing::Test {
   static void check(const Case& c, std::int64_t rows = 0) {
     Operands o(c);
     Context context = Context::cuda(0);
-    ASSERT_TRUE(chain::cuda::fuses(o.first, o.second, context)) << text(c);
-    chain::cuda::run(o.first, o.second, context, c.arrangement);
+    ASSERT_TRUE(chain::fits(o.first, o.second, machine_of(context))) << text(c);
+    chain::launch(o.first, o.second, context, c.arrangement);
     o.y.download();
     ASSERT_TRUE(o.y.intact_around()) << text(c) << ": wrote beside the elements of y";
     for (std::int64_t n = 0; n < c.batch; n += rows == 0 ? 1 : std::max<std::int64_t>(1, c.batch / rows)) {
@@ -310,7 +310,7 @@ TEST_F(ChainFused, RepeatsBitForBit) {
   const Case c{64, 64, 64, 64, 1000};
   Operands o(c);
   Context context = Context::cuda(0);
-  chain::cuda::run(o.first, o.second, context);
+  chain::launch(o.first, o.second, context);
   o.y.download();
   const std::vector<std::byte> once = o.y.storage();
   const std::vector<std::uint16_t> poison(static_cast<std::size_t>(o.y.view.elements()), 0xffff);
@@ -318,7 +318,7 @@ TEST_F(ChainFused, RepeatsBitForBit) {
     if (n % 100 == 0) {  // what is not written then shows
       driver::copy_to_device(o.second.y.data, poison.data(), 2 * poison.size(), nullptr);
     }
-    chain::cuda::run(o.first, o.second, context);
+    chain::launch(o.first, o.second, context);
     o.y.download();
     ASSERT_TRUE(once == o.y.storage()) << "launch " << n;
   }

@@ -1,11 +1,13 @@
 // Host side of the kernels that fuse two factors: which problems fit, tensor maps, launches.
-#include "ops/kronecker/chain.h"
-
 #include <algorithm>
 #include <bit>
 #include <limits>
+#include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "ops/kronecker/cuda/families.h"
 #include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
@@ -45,7 +47,7 @@ KernelSpec wide_instance(DType dtype) {
 
 /// With CTAs that swap results, where there is room for it: pairs of CTAs, and the fewest warps, each with more of the
 /// weights, were the fastest on an H200.
-Monarch arranged(const Monarch& m, const cuda::Arrangement& a) {
+Monarch arranged(const Monarch& m, const Arrangement& a) {
   Monarch with = m;
   with.exchange = std::min(m.ranks, a.exchange > 0 ? a.exchange : 2);
   with.first_warps = a.first_warps > 0 ? a.first_warps : 4;
@@ -122,13 +124,29 @@ void run_wide(const Problem& first, const Problem& second, const Monarch& m, Con
 
 }  // namespace
 
-bool cuda::fuses(const Problem& first, const Problem& second, const Context& context) {
-  const bool type = first.dtype == DType::f16 || first.dtype == DType::bf16;
-  return type && first.batch < kMost && in_rows(first.x) && in_rows(second.y) &&
-         fuse(first.sizes, second.sizes).has_value() && driver::kernel_arch(context.device.index) == "sm_90a";
+std::optional<Monarch> fuse(const Sizes& first, const Sizes& second) {
+  constexpr std::int64_t kMost = 1 << 12;
+  const bool monarch = first.d == 1 && second.a == 1 && second.c == first.a && second.d == first.b;
+  if (!monarch || std::max({first.a, first.b, first.c, second.b}) > kMost) {
+    return std::nullopt;
+  }
+  const auto n = [](std::int64_t size) { return static_cast<int>(size); };
+  for (const int ranks : {1, 2, 4, 8}) {
+    const Monarch m{n(first.a), n(first.c), n(first.b), n(second.b), ranks, 1};
+    if (m.valid()) {
+      return m;
+    }
+  }
+  return std::nullopt;
 }
 
-void cuda::run(const Problem& first, const Problem& second, Context& context, const Arrangement& arrangement) {
+bool fits(const Problem& first, const Problem& second, const Machine& machine) {
+  const bool type = first.dtype == DType::f16 || first.dtype == DType::bf16;
+  return type && machine.arch == "sm_90a" && first.batch < kMost && in_rows(first.x) && in_rows(second.y) &&
+         fuse(first.sizes, second.sizes).has_value();
+}
+
+void launch(const Problem& first, const Problem& second, Context& context, const Arrangement& arrangement) {
   const driver::DeviceScope scope(context.device.index);
   const bool free = arrangement.exchange == 0 && arrangement.first_warps == 0 && arrangement.second_warps == 0;
   const Monarch plain = *fuse(first.sizes, second.sizes);

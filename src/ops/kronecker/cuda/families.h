@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -85,6 +86,21 @@ bool fits(const WeightProblem& problem, const Config& config, const Machine& mac
 double cost(const WeightProblem& problem, const Config& config, const Machine& machine);
 void launch(const WeightProblem& problem, const Config& config, Context& context);
 }  // namespace generic
+
+/// Two neighbouring factors of a chain as one kernel, if they are a Monarch matrix (sm_90a, 16-bit types, batch first).
+/// The intermediate never exists in memory.
+namespace chain {
+/// How the fused kernel divides two factors, with the fewest CTAs in a cluster; nothing where it cannot take them.
+std::optional<Monarch> fuse(const Sizes& first, const Sizes& second);
+/// Whether `second`, which reads what `first` writes, can run with it.
+bool fits(const Problem& first, const Problem& second, const Machine& machine);
+/// Of the fused kernel's work, as a Monarch has it; 0 takes what was the fastest, and all of them 0 the faster kernel
+/// of two.
+struct Arrangement {
+  int exchange = 0, first_warps = 0, second_warps = 0;
+};
+void launch(const Problem& first, const Problem& second, Context& context, const Arrangement& arrangement = {});
+}  // namespace chain
 
 /// Bytes of x and y (or d_y), and of the weights, for costs.
 inline double batch_bytes(const Sizes& s, std::int64_t batch, DType dtype) {

@@ -266,22 +266,21 @@ std::string kernel_of(const Problem& problem, const std::optional<Machine>& mach
   return std::string(columns_of(cheapest<Config>(candidates).config).kernel);
 }
 
-void check_chain(std::span<const Sizes> patterns) {
-  std::ranges::for_each(patterns, KroneckerPattern::make);
-  for (std::size_t n = 1; n < patterns.size(); ++n) {
-    const Sizes &before = patterns[n - 1], &s = patterns[n];
-    if (before.a * before.b * before.d != s.a * s.c * s.d) {
-      throw Error("plan", "patterns[" + std::to_string(n) + "]",
-                  std::to_string(before.a * before.b * before.d) + " in features (a·c·d), as come before it",
-                  std::to_string(s.a * s.c * s.d));
+void check_chain(std::span<const KroneckerPtr> patterns) {
+  for (std::size_t n = 0; n < patterns.size(); ++n) {
+    const std::string name = "patterns[" + std::to_string(n) + "]";
+    const std::int64_t cols = check_pattern("plan", name.c_str(), patterns[n]).cols();
+    if (n > 0 && patterns[n - 1]->rows() != cols) {
+      throw Error("plan", name, std::to_string(patterns[n - 1]->rows()) + " in features (a·c·d), as come before it",
+                  std::to_string(cols));
     }
   }
 }
 
 }  // namespace
 
-std::vector<std::string> plan(std::span<const KroneckerPattern::Sizes> patterns, const std::string& arch, DType dtype,
-                              bool last, std::int64_t batch) {
+std::vector<std::string> plan(std::span<const KroneckerPtr> patterns, const std::string& arch, DType dtype, bool last,
+                              std::int64_t batch) {
   constexpr std::int64_t kMany = 4096;
   check_chain(patterns);
   if (!is_floating(dtype)) {
@@ -293,8 +292,8 @@ std::vector<std::string> plan(std::span<const KroneckerPattern::Sizes> patterns,
   const std::string named = named_arch(arch);
   const auto machine = named == "cpu" ? std::nullopt : std::optional(typical_machine(named));
   std::vector<Problem> factors;
-  for (const Sizes& s : patterns) {
-    factors.push_back(contiguous(s, batch > 0 ? batch : kMany, dtype, last));
+  for (const KroneckerPtr& pattern : patterns) {
+    factors.push_back(contiguous(pattern->sizes(), batch > 0 ? batch : kMany, dtype, last));
   }
   std::vector<std::string> lines;
   std::size_t first = 0;
@@ -302,7 +301,7 @@ std::vector<std::string> plan(std::span<const KroneckerPattern::Sizes> patterns,
     if (end - first == 1) {
       lines.push_back(std::to_string(first) + ": " + kernel_of(factors[first], machine));
     } else {
-      const chain::Monarch m = *chain::fuse(patterns[first], patterns[first + 1]);
+      const chain::Monarch m = *chain::fuse(factors[first].sizes, factors[first + 1].sizes);
       const std::string cluster = m.ranks > 1 ? ", clusters of " + std::to_string(m.ranks) : "";
       lines.push_back(std::to_string(first) + "+" + std::to_string(first + 1) + ": fused" + cluster + ", " +
                       std::to_string(chain::Monarch::kRows) + " rows");

@@ -19,31 +19,20 @@ namespace driver = fretwork::cuda;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
 
-std::string numbers(const Monarch& m) {
-  std::string text;
-  for (const int n : {m.q, m.r, m.s, m.p, m.ranks, m.first_warps, m.second_warps}) {
-    text += (text.empty() ? "" : ", ") + std::to_string(n);
-  }
-  return text;
-}
 KernelSpec fused_instance(const Monarch& m, DType dtype) {
-  return {"ops/kronecker/cuda/chain.cuh",
-          std::string("fretwork::kronecker::chain::fused<") + device_type(dtype) + ", " + numbers(m) + ", " +
-              std::to_string(m.exchange) + ">",
-          m.shared()};
+  return kernel_spec("chain", m.shared(), "chain::fused", dtype, m.q, m.r, m.s, m.p, m.ranks, m.first_warps,
+                     m.second_warps, m.exchange);
 }
 /// Whether warpgroups can multiply it.
 bool wide(const Monarch& m) { return m.q == 64 && m.r == 64 && m.s == 64 && m.p == 64; }
-KernelSpec pack_instance(const std::string& order) {
-  return {"ops/kronecker/cuda/pack.cuh", "fretwork::kronecker::chain::pack<fretwork::kronecker::chain::" + order + ">"};
+KernelSpec fused_pack_instance(const Monarch& m) {
+  return kernel_spec("pack", 0, "chain::pack",
+                     instance("chain::FusedOrder", m.q, m.r, m.s, m.p, m.ranks, m.first_warps, m.second_warps));
 }
-KernelSpec fused_pack_instance(const Monarch& m) { return pack_instance("FusedOrder<" + numbers(m) + ">"); }
-KernelSpec wide_pack_instance() { return pack_instance("WideOrder"); }
-
-KernelSpec wide_instance(DType dtype) {
-  return {"ops/kronecker/cuda/chain_wide.cuh",
-          std::string("fretwork::kronecker::chain::fused_wide<") + device_type(dtype) + ">", Wide::kShared};
+KernelSpec wide_pack_instance() {
+  return kernel_spec("pack", 0, "chain::pack", "fretwork::kronecker::chain::WideOrder");
 }
+KernelSpec wide_instance(DType dtype) { return kernel_spec("chain_wide", Wide::kShared, "chain::fused_wide", dtype); }
 
 /// With CTAs that swap results, where there is room for it: pairs of CTAs, and the fewest warps, each with more of the
 /// weights, were the fastest on an H200.

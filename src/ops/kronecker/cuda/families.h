@@ -6,13 +6,36 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "ops/kronecker/config.h"
 #include "ops/kronecker/cuda/params.h"
 #include "runtime/choose.h"
+#include "runtime/kernels.h"
 
 namespace fretwork::kronecker {
+
+constexpr int narrowed(std::int64_t value) { return static_cast<int>(value); }
+
+/// A template argument as text.
+inline std::string argument(DType dtype) { return device_type(dtype); }
+inline std::string argument(bool flag) { return flag ? "true" : "false"; }
+inline std::string argument(int number) { return std::to_string(number); }
+inline std::string argument(const std::string& name) { return name; }
+inline std::string argument(const char* name) { return name; }
+/// "name<fretwork::f16, 64, true>" in fretwork::kronecker.
+template <typename... Arguments>
+std::string instance(const std::string& name, const Arguments&... arguments) {
+  std::string text;
+  ((text += (text.empty() ? "" : ", ") + argument(arguments)), ...);
+  return "fretwork::kronecker::" + name + "<" + text + ">";
+}
+/// A kernel of the file `file`.cuh, with so many bytes of dynamic shared memory.
+template <typename... Arguments>
+KernelSpec kernel_spec(const char* file, int shared, const std::string& name, const Arguments&... arguments) {
+  return {std::string("ops/kronecker/cuda/") + file + ".cuh", instance(name, arguments...), shared};
+}
 
 /// Whether the tensor cores of an architecture multiply a 16-bit type.
 inline bool has_mma(DType dtype, int arch) {

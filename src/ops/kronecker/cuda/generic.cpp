@@ -18,13 +18,13 @@ namespace {
 
 namespace driver = fretwork::cuda;
 
-constexpr const char* kSource = "ops/kronecker/cuda/generic.cuh";
 constexpr std::int64_t kRows = 128, kStageDepth = 128;       // as the portable kernel has them
 constexpr std::int64_t kTile = 32, kDepth = 16, kLine = 36;  // as the simple kernel has them
 
 constexpr std::int64_t kMostPacked = std::numeric_limits<std::int32_t>::max() / 2;
 
-const char* sum_type(DType dtype) { return dtype == DType::f64 ? "double" : "float"; }
+/// `sums`: partial sums of a gradient.
+DType out_type(DType dtype, bool sums) { return sums && dtype != DType::f64 ? DType::f32 : dtype; }
 std::size_t sum_bytes(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
 
 /// Before sm_80 a CTA has 64 KB of shared memory.
@@ -39,28 +39,16 @@ std::int64_t portable_bytes(int cols, std::int64_t stages) {
   return std::max(stages * kStageDepth * (kRows + cols), 4 * (kRows + 4) * (cols + 1));
 }
 KernelSpec simple_spec(DType dtype, bool sums, int deltas, int warps) {
-  return {kSource,
-          std::string("fretwork::kronecker::product_simple<") + device_type(dtype) + ", " +
-              (sums ? sum_type(dtype) : device_type(dtype)) + ", " + std::to_string(deltas) + ", " +
-              std::to_string(warps) + ">",
-          static_cast<int>(simple_bytes(dtype, warps))};
+  return kernel_spec("generic", narrowed(simple_bytes(dtype, warps)), "product_simple", dtype, out_type(dtype, sums),
+                     deltas, warps);
 }
 /// `products` is 3 for tf32x3; `left`, `right`: depth is the operand's inner direction.
 KernelSpec portable_spec(DType dtype, bool sums, int products, int cols, int stages, bool left, bool right) {
-  const auto flag = [](bool f) { return f ? ", true" : ", false"; };
-  return {kSource,
-          std::string("fretwork::kronecker::product_portable<") + device_type(dtype) + ", " +
-              (sums ? sum_type(dtype) : device_type(dtype)) + ", " + std::to_string(products) + ", " +
-              std::to_string(cols) + ", " + std::to_string(stages) + flag(left) + flag(right) + ">",
-          static_cast<int>(portable_bytes(cols, stages))};
+  return kernel_spec("generic", narrowed(portable_bytes(cols, stages)), "product_portable", dtype,
+                     out_type(dtype, sums), products, cols, stages, left, right);
 }
-KernelSpec batch_spec(DType dtype) {
-  return {kSource, std::string("fretwork::kronecker::sum_batch<") + device_type(dtype) + ">"};
-}
-KernelSpec reduce_spec(DType dtype, int wide) {
-  return {kSource,
-          std::string("fretwork::kronecker::reduce<") + device_type(dtype) + ", " + std::to_string(wide) + ">"};
-}
+KernelSpec batch_spec(DType dtype) { return kernel_spec("generic", 0, "sum_batch", dtype); }
+KernelSpec reduce_spec(DType dtype, int wide) { return kernel_spec("generic", 0, "reduce", dtype, wide); }
 
 /// An operand of a·d products. `fast` is the axis with the least distance between neighbours.
 ProductOperand operand(void* data, std::int64_t i, std::int64_t l, std::int64_t line, std::int64_t entry, bool has_l) {

@@ -28,9 +28,7 @@ struct Instance {
   int deltas = 1;
 
   KernelSpec spec() const {
-    const std::string form = deltas > 1 ? ", false, " + std::to_string(deltas) : dense ? ", true" : "";
-    return instance("hopper_product", "product", sized(dtype, width, last) + (weights_k ? ", true" : ", false") + form,
-                    shared());
+    return kernel_spec("hopper_product", shared(), "hopper::product", dtype, width, last, weights_k, dense, deltas);
   }
   int shared() const { return deltas > 1 ? shared_bytes(width) : product_shared_bytes(width); }
   /// In the table, by type, layout, axis of the weights and width.

@@ -21,17 +21,6 @@ namespace driver = fretwork::cuda;
 inline constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
 inline constexpr int kWidths[] = {64, 128, 192, 256};
 
-constexpr int narrowed(std::int64_t value) { return static_cast<int>(value); }
-
-inline KernelSpec instance(const std::string& file, const std::string& kernel, const std::string& arguments,
-                           int shared) {
-  return {"ops/kronecker/cuda/" + file + ".cuh", "fretwork::kronecker::hopper::" + kernel + "<" + arguments + ">",
-          shared};
-}
-inline std::string sized(DType dtype, int width, bool last) {
-  return std::string(device_type(dtype)) + ", " + std::to_string(width) + (last ? ", true" : ", false");
-}
-
 /// Of the types that there are kernels for.
 inline std::size_t type_index(DType dtype) { return dtype == DType::f16 ? 0 : dtype == DType::bf16 ? 1 : 2; }
 

@@ -20,11 +20,9 @@ struct GradientTile {
 };
 
 KernelSpec gradient_instance(DType dtype, const GradientTile& tile, bool last) {
-  return instance("hopper_gradient", "gradient",
-                  sized(dtype, tile.width, last) + (tile.deltas > 1 ? ", " + std::to_string(tile.deltas) : ""),
-                  tile.shared());
+  return kernel_spec("hopper_gradient", tile.shared(), "hopper::gradient", dtype, tile.width, last, tile.deltas);
 }
-KernelSpec unpack_instance(DType dtype) { return instance("pack", "unpack", device_type(dtype), 0); }
+KernelSpec unpack_instance(DType dtype) { return kernel_spec("pack", 0, "hopper::unpack", dtype); }
 
 /// tf32, batch first with d = 2 or 4: all δ at once.
 constexpr GradientTile interleaved_tile(std::int64_t d) { return {256 / narrowed(d), narrowed(d)}; }

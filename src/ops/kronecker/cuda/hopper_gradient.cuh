@@ -216,7 +216,7 @@ struct GradientKernel {
 };
 
 /// kDeltas > 1: tf32, batch first, as many products as d at once, 256 / kDeltas columns of each.
-template <typename T, int kWidth, bool kLast, int kDeltas = 1>
+template <typename T, int kWidth, bool kLast, int kDeltas>
 __global__ void __launch_bounds__(kThreads, 1) gradient(const __grid_constant__ GradientParams p) {
   using S = Stages<kWidth, kDeltas>;
   using Kernel = GradientKernel<T, kWidth, kLast, kDeltas>;

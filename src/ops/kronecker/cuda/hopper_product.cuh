@@ -441,7 +441,7 @@ namespace fretwork::kronecker::hopper {
 /// kLast: the batch is the unit axis of x and y, else the features. kWeightsK: k is the unit axis of the weights, else
 /// j, which tf32 (T is float) has no instruction for. kDense: blocks of d products with zeros between, batch first.
 /// kDeltas > 1: that many interleaved products at once.
-template <typename T, int kWidth, bool kLast, bool kWeightsK, bool kDense = false, int kDeltas = 1>
+template <typename T, int kWidth, bool kLast, bool kWeightsK, bool kDense, int kDeltas>
 __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ ProductParams p) {
   extern __shared__ u8 raw[];
   __shared__ Stages<kWidth> stages;

@@ -17,12 +17,9 @@ namespace {
 
 namespace driver = fretwork::cuda;
 
-constexpr const char* kSource = "ops/kronecker/cuda/ieee.cuh";
-
 constexpr LineTile kProductLines[] = {{4, 2, 2}, {3, 2, 2}, {4, 4, 1}, {3, 4, 1}};
 constexpr LineTile kWeightLines[] = {{4, 2, 2}, {3, 2, 2}, {4, 1, 1}, {3, 1, 1}};
 
-const char* flag(bool f) { return f ? ", true" : ", false"; }
 int line_bytes(const LineTile& t, bool left_depth, bool right_depth) {
   const int ring = kLineStages * (line_words(t.rows(), left_depth) + line_words(t.cols(), right_depth));
   const int half = t.rows() / 2 * (t.cols() + 1);  // of the tile, on its way out
@@ -32,16 +29,11 @@ int delta_bytes(const DeltaTile& t, bool depth_inner) {
   return 4 * kDeltaStages * (delta_words(t.rows(), t.v, depth_inner) + delta_words(t.cols(), t.v, depth_inner));
 }
 KernelSpec line_kernel(const LineTile& t, bool left_depth, bool right_depth) {
-  return {kSource,
-          "fretwork::kronecker::ieee::product_ieee<" + std::to_string(t.quads) + ", " + std::to_string(t.warp_rows) +
-              ", " + std::to_string(t.warp_cols) + flag(left_depth) + flag(right_depth) + ">",
-          line_bytes(t, left_depth, right_depth)};
+  return kernel_spec("ieee", line_bytes(t, left_depth, right_depth), "ieee::product_ieee", t.quads, t.warp_rows,
+                     t.warp_cols, left_depth, right_depth);
 }
 KernelSpec delta_kernel(const DeltaTile& t, bool depth_inner) {
-  return {kSource,
-          "fretwork::kronecker::ieee::deltas_ieee<" + std::to_string(t.v) + ", " + std::to_string(t.e) + ", " +
-              std::to_string(t.c) + ", " + std::to_string(t.warps) + flag(depth_inner) + ">",
-          delta_bytes(t, depth_inner)};
+  return kernel_spec("ieee", delta_bytes(t, depth_inner), "ieee::deltas_ieee", t.v, t.e, t.c, t.warps, depth_inner);
 }
 
 constexpr int kNeighbours = 2;  // δ of a thread

@@ -23,22 +23,18 @@ using hopper::RegroupParams;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
 
-constexpr const char* kSource = "ops/kronecker/cuda/pack.cuh";
-
-int narrowed(std::int64_t value) { return static_cast<int>(value); }
+/// The unsigned type of an element's bits.
+std::string bits_of(int bytes) { return "fretwork::u" + std::to_string(8 * bytes); }
 
 KernelSpec pack_instance(DType dtype, bool tf32) {
-  const char* const bits = size_of(dtype) == 2 ? "fretwork::u16" : tf32 ? "float" : "fretwork::u32";
-  return {kSource, std::string("fretwork::kronecker::hopper::pack<") + bits + ">"};
+  return kernel_spec("pack", 0, "hopper::pack", tf32 ? "float" : bits_of(size_of(dtype) == 2 ? 2 : 4));
 }
 KernelSpec pack_dense_instance(DType dtype) {
-  return {kSource, std::string("fretwork::kronecker::hopper::pack_dense<") +
-                       (size_of(dtype) == 2 ? "fretwork::u16>" : "float>")};
+  return kernel_spec("pack", 0, "hopper::pack_dense", size_of(dtype) == 2 ? bits_of(2) : "float");
 }
 /// `whole`: fp32 with d = 4.
 KernelSpec regroup_instance(int bytes, int deltas, bool back, bool whole) {
-  return {kSource, std::string("fretwork::kronecker::hopper::regroup<fretwork::u") + std::to_string(8 * bytes) + ", " +
-                       std::to_string(deltas) + (back ? ", true" : ", false") + (whole ? ", true>" : ", false>")};
+  return kernel_spec("pack", 0, "hopper::regroup", bits_of(bytes), deltas, back, whole);
 }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
@@ -101,14 +97,12 @@ bool pack_in_registers(const Weights& w, const Sizes& s, const Shape& shape, DTy
 }
 
 KernelSpec convert_instance(bool to_dense, int bytes, bool small) {
-  const char* const bits = bytes == 2 ? "fretwork::u16" : bytes == 4 ? "fretwork::u32" : "fretwork::u64";
-  return {kSource, std::string("fretwork::kronecker_convert<") + bits +
-                       (small ? ", fretwork::u32" : ", fretwork::i64") + (to_dense ? ", true>" : ", false>")};
+  return kernel_spec("pack", 0, "convert", bits_of(bytes), small ? "fretwork::u32" : "fretwork::i64", to_dense);
 }
 
-KroneckerConvertParams convert_params(const ConvertProblem& p) {
+ConvertParams convert_params(const ConvertProblem& p) {
   const auto& s = p.sizes;
-  KroneckerConvertParams q{};
+  ConvertParams q{};
   q.w = p.w.data;
   q.w_a = p.w.a;
   q.w_b = p.w.b;
@@ -245,7 +239,7 @@ void regroup(const Matrix& m, void* grouped, std::int64_t width, std::int64_t ba
 void cuda::convert(const ConvertProblem& problem, Context& context) {
   constexpr std::int64_t kPerBlock = kConvertThreads * kConvertElements;
   const fretwork::cuda::DeviceScope scope(context.device.index);
-  const KroneckerConvertParams p = convert_params(problem);
+  const ConvertParams p = convert_params(problem);
   const bool small = p.total <= std::numeric_limits<std::uint32_t>::max();
   if (!problem.to_dense) {
     fretwork::cuda::fill_ones(problem.outside, sizeof(*problem.outside), context.stream);  // none is outside

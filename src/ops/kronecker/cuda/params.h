@@ -56,10 +56,10 @@ struct ReduceParams {
 // ----------------------------------------------------------------------------------------------------
 // Parameters of the copies between weights and dense matrices.
 
-namespace fretwork {
+namespace fretwork::kronecker {
 
 /// Strides count elements.
-struct KroneckerConvertParams {
+struct ConvertParams {
   void* w;
   long long w_a, w_b, w_c, w_d;
   void* dense;
@@ -71,7 +71,7 @@ struct KroneckerConvertParams {
 
 inline constexpr int kConvertThreads = 256, kConvertElements = 4;  // of one thread, so that several reads are under way
 
-}  // namespace fretwork
+}  // namespace fretwork::kronecker
 
 // ----------------------------------------------------------------------------------------------------
 // Parameters of the small-batch kernels for any strides.

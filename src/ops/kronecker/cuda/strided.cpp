@@ -7,10 +7,6 @@
 namespace fretwork::kronecker::strided {
 namespace {
 
-constexpr const char* kProduct = "ops/kronecker/cuda/strided.cuh";
-constexpr const char* kCluster = "ops/kronecker/cuda/strided_cluster.cuh";
-constexpr const char* kPack = "ops/kronecker/cuda/pack.cuh";
-
 /// The tiles there are kernels for, those of whole 32-byte sectors first. Rows are 16·wm.
 std::vector<Tile> product_tiles(int size, int products) {
   if (size == 2) {
@@ -22,19 +18,14 @@ std::vector<Tile> product_tiles(int size, int products) {
   return {{4, 8, 4}, {4, 8, 8}, {4, 4, 4}, {4, 4, 8}, {4, 2, 8}};
 }
 
-KernelSpec pack_kernel(DType dtype, int deltas) {
-  return {kPack, std::string("fretwork::strided_pack<") + device_type(dtype) + ", " + std::to_string(deltas) + ">"};
-}
+KernelSpec pack_kernel(DType dtype, int deltas) { return kernel_spec("pack", 0, "strided::pack", dtype, deltas); }
 
 KernelSpec product_kernel(DType dtype, int products, const Tile& tile) {
-  return {kProduct, "fretwork::strided_product" + arguments(dtype, products, tile), KernelSpec::kBySize};
+  return kernel_spec("strided", KernelSpec::kBySize, "strided::product", dtype, products, tile.v, tile.wm);
 }
 /// `flat`: d is 16.
 KernelSpec cluster_kernel(DType dtype, const ClusterTile& tile, bool flat) {
-  return {kCluster,
-          std::string("fretwork::strided_cluster<") + device_type(dtype) + ", " + std::to_string(tile.v) + ", " +
-              std::to_string(tile.columns) + (flat ? ", true>" : ", false>"),
-          tile.shared()};
+  return kernel_spec("strided_cluster", tile.shared(), "strided::cluster_product", dtype, tile.v, tile.columns, flat);
 }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {

@@ -93,11 +93,6 @@ __device__ __forceinline__ int chunk_delta(int q) {
   return V > chunk_of<T> ? q % (V / chunk_of<T>)*chunk_of<T> : 0;
 }
 
-}  // namespace fretwork::kronecker::strided
-
-namespace fretwork {
-namespace kronecker::strided {
-
 /// Where chunk `q` of row `n` of a stage lies, XORed to q: the eight lanes that load together (two rows, four k) then
 /// meet eight different 16-byte banks.
 template <typename T, int V>
@@ -401,14 +396,11 @@ struct Product {
   }
 };
 
-}  // namespace kronecker::strided
-
 /// CTA: group (slab of columns, then δ, then i) and piece of the batch. The ring of stages runs on across its tiles.
 template <typename T, int Products, int V, int WM>
-__global__ void __launch_bounds__(kronecker::strided::kThreads, 1)
-    strided_product(const __grid_constant__ kronecker::strided::ProductParams p) {
-  using Work = kronecker::strided::Product<T, V, WM>;
-  constexpr kronecker::strided::Tile kTile = Work::kTile;
+__global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ ProductParams p) {
+  using Work = Product<T, V, WM>;
+  constexpr Tile kTile = Work::kTile;
   extern __shared__ __align__(128) u8 shared[];
   const int group = static_cast<int>(blockIdx.x) % p.groups, piece = static_cast<int>(blockIdx.x) / p.groups;
   const int slab = group % p.slabs, block = group / p.slabs;
@@ -464,7 +456,7 @@ __global__ void __launch_bounds__(kronecker::strided::kThreads, 1)
     Work::start(p, sums, bias, columns);
 #pragma unroll 1
     for (int stage = 0; stage < p.stages; ++stage) {
-      kronecker::strided::wait_ring(p.ring);
+      wait_ring(p.ring);
       __syncthreads();
       ask();
       const u32 x_at = ring + slot * stage_bytes;
@@ -484,4 +476,4 @@ __global__ void __launch_bounds__(kronecker::strided::kThreads, 1)
   }
 }
 
-}  // namespace fretwork
+}  // namespace fretwork::kronecker::strided

@@ -21,11 +21,6 @@ namespace fretwork::kronecker::strided {
 
 namespace driver = fretwork::cuda;
 
-inline std::string arguments(DType dtype, int products, const Tile& tile) {
-  return std::string("<") + device_type(dtype) + ", " + std::to_string(products) + ", " + std::to_string(tile.v) +
-         ", " + std::to_string(tile.wm) + ">";
-}
-
 /// 3 for tf32x3, 1 for the other types with tensor cores here, else 0.
 inline int products_of(DType dtype, Precision precision) {
   if (dtype == DType::f32) {

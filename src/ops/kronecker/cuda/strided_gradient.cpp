@@ -8,9 +8,6 @@
 namespace fretwork::kronecker::strided {
 namespace {
 
-constexpr const char* kClusterWeight = "ops/kronecker/cuda/strided_cluster_weight.cuh";
-constexpr const char* kWeight = "ops/kronecker/cuda/strided_weight.cuh";
-
 /// The tiles there are kernels for.
 std::vector<Tile> weight_tiles(int size) {
   if (size == 2) {
@@ -20,16 +17,14 @@ std::vector<Tile> weight_tiles(int size) {
 }
 
 KernelSpec weight_kernel(DType dtype, int products, const Tile& tile) {
-  return {kWeight, "fretwork::strided_weight" + arguments(dtype, products, tile), KernelSpec::kBySize};
+  return kernel_spec("strided_gradient", KernelSpec::kBySize, "strided::gradient", dtype, products, tile.v, tile.wm);
 }
 /// On Hopper: of whole lines where d is 2 or 4 (`broad`: a FlatTile's), else by clusters (`flat`: lines of four
 /// columns).
 KernelSpec cluster_weight_kernel(DType dtype, int deltas, bool flat_or_broad) {
-  return {kClusterWeight,
-          std::string("fretwork::strided_cluster_weight<fretwork::kronecker::strided::") +
-              (deltas < 16 ? "Flat" : "Cluster") + "Gradient<" + device_type(dtype) + ", " + std::to_string(deltas) +
-              (flat_or_broad ? ", true>>" : ", false>>"),
-          KernelSpec::kBySize};
+  const char* const work = deltas < 16 ? "strided::FlatGradient" : "strided::ClusterGradient";
+  return kernel_spec("strided_cluster_gradient", KernelSpec::kBySize, "strided::cluster_gradient",
+                     instance(work, dtype, deltas, flat_or_broad));
 }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {

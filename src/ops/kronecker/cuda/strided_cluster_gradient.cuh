@@ -1,15 +1,14 @@
-// The gradient of strided_weight.cuh on Hopper, 16-bit types, where TMA fetches: clusters of CTAs share d_y and x if d
-// is a multiple of 16, and CTAs work alone on whole lines if d is 2 or 4.
+// The gradient of strided_gradient.cuh on Hopper, 16-bit types, where TMA fetches: clusters of CTAs share d_y and x if
+// d is a multiple of 16, and CTAs work alone on whole lines if d is 2 or 4.
 #pragma once
 
 #include "device/mma.cuh"
 #include "device/pipeline.cuh"
 #include "device/tma.cuh"
 #include "ops/kronecker/cuda/strided_cluster.cuh"
-#include "ops/kronecker/cuda/strided_weight.cuh"
+#include "ops/kronecker/cuda/strided_gradient.cuh"
 
-namespace fretwork {
-namespace kronecker::strided {
+namespace fretwork::kronecker::strided {
 
 /// What a CTA works on: first δ, j and k of factor i, and a piece of the batch, from stage `first` on.
 struct GradientPart {
@@ -381,32 +380,30 @@ struct ClusterGradientKernel {
   __device__ __forceinline__ void consume() const { Work::consume(p, seat, part, base, barriers); }
 };
 
-}  // namespace kronecker::strided
-
 /// Clusters, of one CTA for FlatGradient: group (slabs of k fastest, then of j, then δ, then i) and piece of the batch.
 template <typename Work>
-__global__ void __launch_bounds__(kronecker::strided::ClusterTile::kThreads, 1)
-    strided_cluster_weight(const __grid_constant__ kronecker::strided::ClusterWeightParams p) {
+__global__ void __launch_bounds__(ClusterTile::kThreads, 1)
+    cluster_gradient(const __grid_constant__ ClusterWeightParams p) {
   constexpr bool kShared = Work::kRoles.cluster;  // else a CTA has all δ
   extern __shared__ __align__(128) u8 shared[];
   __shared__ __align__(16) typename Work::Barriers barriers;
   const u32 base = stages_in(shared);
-  const kronecker::strided::WeightParams& w = p.weight;
+  const WeightParams& w = p.weight;
   const typename Work::Seat seat(p.cluster_rows, p.cluster_columns);
   const int cluster = static_cast<int>(blockIdx.x) / (seat.rows * seat.columns);
   const int group = cluster % w.groups, piece = cluster / w.groups;
   const int block = kShared ? group / w.slabs_c / w.slabs_b : 0, deltas = kShared ? w.d / Work::kDeltas : 1;
   const i64 stages = (w.batch + Work::kDepth - 1) / Work::kDepth;
   const int first = static_cast<int>(stages * piece / w.pieces);
-  const kronecker::strided::GradientPart part{kShared ? block / deltas : group / w.slabs_c / w.slabs_b,
-                                              block % deltas * Work::kDeltas,
-                                              (group / w.slabs_c % w.slabs_b * seat.rows + seat.row) * Work::kRows,
-                                              (group % w.slabs_c * seat.columns + seat.column) * Work::kColumns,
-                                              piece,
-                                              first,
-                                              static_cast<int>(stages * (piece + 1) / w.pieces) - first};
+  const GradientPart part{kShared ? block / deltas : group / w.slabs_c / w.slabs_b,
+                          block % deltas * Work::kDeltas,
+                          (group / w.slabs_c % w.slabs_b * seat.rows + seat.row) * Work::kRows,
+                          (group % w.slabs_c * seat.columns + seat.column) * Work::kColumns,
+                          piece,
+                          first,
+                          static_cast<int>(stages * (piece + 1) / w.pieces) - first};
   init_barriers([&] { barriers.make(1, 8 * (seat.rows + seat.columns - 1)); });
-  run_warp_specialized(kronecker::strided::ClusterGradientKernel<Work>{p, seat, part, base, barriers});
+  run_warp_specialized(ClusterGradientKernel<Work>{p, seat, part, base, barriers});
 }
 
-}  // namespace fretwork
+}  // namespace fretwork::kronecker::strided

@@ -8,8 +8,7 @@
 
 #include "ops/kronecker/cuda/strided.cuh"
 
-namespace fretwork {
-namespace kronecker::strided {
+namespace fretwork::kronecker::strided {
 
 /// Row n, chunk q of a stage: the eight lanes that load together (four n, two chunks) meet different 16-byte banks.
 template <typename T, int V>
@@ -211,14 +210,11 @@ struct Gradient {
   }
 };
 
-}  // namespace kronecker::strided
-
 /// CTA: group (slab of k fastest, then of j, then δ, then i) and piece of the batch.
 template <typename T, int Products, int V, int WM>
-__global__ void __launch_bounds__(kronecker::strided::kThreads, 1)
-    strided_weight(const __grid_constant__ kronecker::strided::WeightParams p) {
-  using Work = kronecker::strided::Gradient<T, V, WM>;
-  constexpr kronecker::strided::Tile kTile = Work::kTile;
+__global__ void __launch_bounds__(kThreads, 1) gradient(const __grid_constant__ WeightParams p) {
+  using Work = Gradient<T, V, WM>;
+  constexpr Tile kTile = Work::kTile;
   extern __shared__ __align__(128) u8 shared[];
   const int group = static_cast<int>(blockIdx.x) % p.groups, piece = static_cast<int>(blockIdx.x) / p.groups;
   const int slab_c = group % p.slabs_c, slab_b = group / p.slabs_c % p.slabs_b, block = group / p.slabs_c / p.slabs_b;
@@ -259,7 +255,7 @@ __global__ void __launch_bounds__(kronecker::strided::kThreads, 1)
   int slot = 0;
 #pragma unroll 1
   for (i64 stage = first; stage < last; ++stage) {
-    kronecker::strided::wait_ring(p.ring);
+    wait_ring(p.ring);
     __syncthreads();
     ask();
     const u32 left = ring + slot * kTile.batch_stage();
@@ -280,4 +276,4 @@ __global__ void __launch_bounds__(kronecker::strided::kThreads, 1)
   }
 }
 
-}  // namespace fretwork
+}  // namespace fretwork::kronecker::strided

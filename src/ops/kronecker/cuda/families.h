@@ -17,6 +17,7 @@
 namespace fretwork::kronecker {
 
 constexpr int narrowed(std::int64_t value) { return static_cast<int>(value); }
+inline int bytes_of(DType dtype) { return static_cast<int>(size_of(dtype)); }
 
 /// A template argument as text.
 inline std::string argument(DType dtype) { return device_type(dtype); }
@@ -173,6 +174,10 @@ void pack(const Weights& w, const Sizes& s, DType dtype, const Lines& lines, voi
 
 /// The d products of a block as one dense matrix, with zeros between: to[i][line·d + l][entry·d + l].
 void pack_dense(const Weights& w, const Sizes& s, DType dtype, const Lines& lines, void* to, const Context& context);
+
+/// In the order of strided::PackParams, in groups of `deltas` δ.
+void pack_strided(const Problem& problem, int deltas, int slab, int slabs, int steps, bool turned, void* to,
+                  const Context& context);
 
 /// Launches `regroup` (pack.cuh) for elements of `bytes`.
 void regroup(const hopper::RegroupParams& params, int bytes, bool back, const Context& context);

@@ -24,7 +24,6 @@ inline constexpr int kWidths[] = {64, 128, 192, 256};
 /// Of the types that there are kernels for.
 inline std::size_t type_index(DType dtype) { return dtype == DType::f16 ? 0 : dtype == DType::bf16 ? 1 : 2; }
 
-inline int bytes_of(DType dtype) { return static_cast<int>(size_of(dtype)); }
 /// Elements in the 128 bytes of a line of shared memory: the depth of a step.
 inline std::int64_t line_of(DType dtype) { return 128 / bytes_of(dtype); }
 

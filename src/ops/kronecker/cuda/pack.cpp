@@ -32,6 +32,7 @@ KernelSpec pack_instance(DType dtype, bool tf32) {
 KernelSpec pack_dense_instance(DType dtype) {
   return kernel_spec("pack", 0, "hopper::pack_dense", size_of(dtype) == 2 ? bits_of(2) : "float");
 }
+KernelSpec strided_instance(DType dtype, int deltas) { return kernel_spec("pack", 0, "strided::pack", dtype, deltas); }
 /// `whole`: fp32 with d = 4.
 KernelSpec regroup_instance(int bytes, int deltas, bool back, bool whole) {
   return kernel_spec("pack", 0, "hopper::regroup", bits_of(bytes), deltas, back, whole);
@@ -46,6 +47,11 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
     list.push_back(pack_instance(DType::f32, true));
     list.push_back(pack_dense_instance(DType::f16));
     list.push_back(pack_dense_instance(DType::f32));
+  }
+  for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
+    for (int v = 32 / bytes_of(dtype); v >= 2; v /= 2) {
+      list.push_back(strided_instance(dtype, v));
+    }
   }
   for (const auto& [bytes, deltas, whole] :
        {std::tuple{2, 2, false}, {2, 4, false}, {2, 8, false}, {4, 2, false}, {4, 4, false}, {4, 4, true}}) {
@@ -203,6 +209,31 @@ void pack(const Weights& w, const Sizes& s, DType dtype, const Lines& lines, voi
                                : 1,
            context.device.index, [&] { return pack_instance(dtype, lines.tf32); })
       .launch(s.a * wide_tiles * deep_tiles, hopper::kPackThreads, 0, &params, context.stream);
+}
+
+void pack_strided(const Problem& problem, int deltas, int slab, int slabs, int steps, bool turned, void* to,
+                  const Context& context) {
+  const Sizes& s = problem.sizes;
+  strided::PackParams params{};
+  params.from = problem.w.data;
+  params.to = to;
+  params.stride_a = problem.w.a;
+  params.stride_b = problem.w.b;
+  params.stride_c = problem.w.c;
+  params.stride_d = problem.w.d;
+  params.rows = s.a * (s.d / deltas) * slabs * steps * slab;
+  params.b = narrowed(s.b);
+  params.c = narrowed(s.c);
+  params.d = narrowed(s.d);
+  params.slab = slab;
+  params.slabs = slabs;
+  params.steps = steps;
+  params.turned = turned;
+  const int size = bytes_of(problem.dtype), bytes = std::min(16, deltas * size);
+  const Weights& w = problem.w;
+  params.vector = w.d == 1 && is_aligned(w.data, {w.a, w.b, w.c}, size, bytes);
+  get_kernel(strided_instance(problem.dtype, deltas), context.device.index)
+      .launch(ceil_div(2 * params.rows, strided::kThreads), strided::kThreads, 0, &params, context.stream);
 }
 
 double regroup_cost(const Sizes& s, std::int64_t batch, DType dtype, double multiprocessors) {

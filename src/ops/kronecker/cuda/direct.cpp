@@ -268,8 +268,6 @@ bool in_pieces(const Problem& p, int multiprocessors) {
   return can_be_pieces(p) && piece_cost(p, multiprocessors) < plain_cost(p, multiprocessors);
 }
 
-}  // namespace
-
 bool fits(const Problem& p, const Config& /*config*/, const Machine& machine) {
   const std::size_t index = index_of(p.sizes);
   if (std::ranges::find(kTypes, p.dtype) == std::end(kTypes) || index == std::size(kConfigs) || p.batch > kMostRows ||
@@ -313,5 +311,9 @@ void launch(const Problem& p, const Config& /*config*/, Context& context) {
     kernel.launch(cut.ctas(p.sizes), 32 * cut.warps(), cut.bytes(), &params, context.stream);
   }
 }
+
+}  // namespace
+
+constinit const Functions<Problem> kProduct{fits, cost, launch};
 
 }  // namespace fretwork::kronecker::direct

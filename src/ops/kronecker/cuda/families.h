@@ -1,6 +1,4 @@
-// The kernel families of the Kronecker products on a GPU. Each says which configs fit a problem, what they cost in
-// microseconds (runtime/cost.h, without the launch that every call has), and launches one that fits. choose.cpp lists
-// and compares them. A weight gradient's launch computes the bias gradient too.
+// The kernel families of the Kronecker products on a GPU, which choose.cpp lists and compares, and what they share.
 #pragma once
 
 #include <cstdint>
@@ -46,17 +44,22 @@ inline bool has_mma(DType dtype, int arch) {
 /// Up to so many batch rows are "a few": memory's latency counts, and weights are read once.
 inline constexpr std::int64_t kFewRows = 32;
 
+/// What a family is, for products or for gradients: whether a config fits, what it takes, in microseconds without the
+/// launch that every call has, and running one that fits. A gradient's launch computes the bias gradient too.
+template <typename Any>
+struct Functions {
+  bool (*fits)(const Any&, const Config&, const Machine&);
+  double (*cost)(const Any&, const Config&, const Machine&);
+  void (*launch)(const Any&, const Config&, Context&);
+};
+
 /// TMA and wgmma on sm_90a, 16-bit types and tf32. Operands as they lie (`hopper`), rows brought into groups of one δ
 /// (`regroup`), the d products of a block as one dense matrix (`dense`), all δ of a row at once (`interleaved`, tf32).
 /// `first` is the number of columns of a tile, one of widths().
 namespace hopper {
 std::span<const int> widths();
-bool fits(const Problem& problem, const Config& config, const Machine& machine);
-double cost(const Problem& problem, const Config& config, const Machine& machine);
-void launch(const Problem& problem, const Config& config, Context& context);
-bool fits(const WeightProblem& problem, const Config& config, const Machine& machine);
-double cost(const WeightProblem& problem, const Config& config, const Machine& machine);
-void launch(const WeightProblem& problem, const Config& config, Context& context);
+extern const Functions<Problem> kProduct;
+extern const Functions<WeightProblem> kGradient;
 }  // namespace hopper
 
 /// Tensor cores on sm_80 and later, batch first with d > 1: neighbouring δ stay together from memory to fragments. CTAs
@@ -64,51 +67,35 @@ void launch(const WeightProblem& problem, const Config& config, Context& context
 /// sm_90a, 16-bit types).
 namespace strided {
 std::vector<Config> configs(DType dtype, Precision precision);
-bool fits(const Problem& problem, const Config& config, const Machine& machine);
-double cost(const Problem& problem, const Config& config, const Machine& machine);
-void launch(const Problem& problem, const Config& config, Context& context);
-bool fits(const WeightProblem& problem, const Config& config, const Machine& machine);
-double cost(const WeightProblem& problem, const Config& config, const Machine& machine);
-void launch(const WeightProblem& problem, const Config& config, Context& context);
+extern const Functions<Problem> kProduct;
+extern const Functions<WeightProblem> kGradient;
 }  // namespace strided
 
 /// Up to 32 batch rows, any strides: one pass over the weights as they lie; 16-bit types with d even up to 256, reading
 /// them again for every 16.
 namespace few {
 inline constexpr std::int64_t kMostRows = kFewRows, kMostTileRows = 256;
-bool fits(const Problem& problem, const Config& config, const Machine& machine);
-double cost(const Problem& problem, const Config& config, const Machine& machine);
-void launch(const Problem& problem, const Config& config, Context& context);
+extern const Functions<Problem> kProduct;
 }  // namespace few
 
 /// Up to 256 batch rows of 16-bit types with d = 1, 2, 4 or a multiple of 8, weights as they lie: loads go straight to
 /// the fragments of an mma.
 namespace direct {
 inline constexpr std::int64_t kMostRows = 256;
-bool fits(const Problem& problem, const Config& config, const Machine& machine);
-double cost(const Problem& problem, const Config& config, const Machine& machine);
-void launch(const Problem& problem, const Config& config, Context& context);
+extern const Functions<Problem> kProduct;
 }  // namespace direct
 
 /// Exact fp32 in large tiles on FFMA (sm_80 and later): operands as they lie, or regrouped (`ieee_regroup`).
 namespace ieee {
-bool fits(const Problem& problem, const Config& config, const Machine& machine);
-double cost(const Problem& problem, const Config& config, const Machine& machine);
-void launch(const Problem& problem, const Config& config, Context& context);
-bool fits(const WeightProblem& problem, const Config& config, const Machine& machine);
-double cost(const WeightProblem& problem, const Config& config, const Machine& machine);
-void launch(const WeightProblem& problem, const Config& config, Context& context);
+extern const Functions<Problem> kProduct;
+extern const Functions<WeightProblem> kGradient;
 }  // namespace ieee
 
 /// Any type, stride and architecture: `portable` on the tensor cores, `simple` on FFMA. A gradient takes the one that
 /// fits.
 namespace generic {
-bool fits(const Problem& problem, const Config& config, const Machine& machine);
-double cost(const Problem& problem, const Config& config, const Machine& machine);
-void launch(const Problem& problem, const Config& config, Context& context);
-bool fits(const WeightProblem& problem, const Config& config, const Machine& machine);
-double cost(const WeightProblem& problem, const Config& config, const Machine& machine);
-void launch(const WeightProblem& problem, const Config& config, Context& context);
+extern const Functions<Problem> kProduct;
+extern const Functions<WeightProblem> kGradient;
 }  // namespace generic
 
 /// Two neighbouring factors of a chain as one kernel, if they are a Monarch matrix (sm_90a, 16-bit types, batch first).

@@ -398,8 +398,6 @@ double thread_clocks(const Problem& p, int multiprocessors) {
          (single ? rows * double(p.sizes.c * tile.tile_l) / kThreads * kSingle : 0.0);
 }
 
-}  // namespace
-
 bool fits(const Problem& p, const Config& /*config*/, const Machine& machine) {
   const Sizes& s = p.sizes;
   const bool type = std::ranges::find(kTypes, p.dtype) != std::end(kTypes);
@@ -426,5 +424,9 @@ void launch(const Problem& p, const Config& /*config*/, Context& context) {
     run_threads(p, context);
   }
 }
+
+}  // namespace
+
+constinit const Functions<Problem> kProduct{fits, cost, launch};
 
 }  // namespace fretwork::kronecker::few

@@ -366,6 +366,7 @@ BatchSums::BatchSums(const WeightProblem& problem, Context& context)
 }
 
 namespace generic {
+namespace {
 
 bool fits(const Problem& problem, const Config& config, const Machine& machine) {
   const ProductParams p = params_of(problem);
@@ -397,6 +398,11 @@ double cost(const WeightProblem& problem, const Config& /*config*/, const Machin
 void launch(const WeightProblem& problem, const Config& /*config*/, Context& context) {
   run_gradient(problem, context);
 }
+
+}  // namespace
+
+constinit const Functions<Problem> kProduct{fits, cost, launch};
+constinit const Functions<WeightProblem> kGradient{fits, cost, launch};
 
 }  // namespace generic
 }  // namespace fretwork::kronecker

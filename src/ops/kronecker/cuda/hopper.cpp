@@ -382,10 +382,6 @@ bool few_tiles(const Problem& p, int width) {
   return ceil_div(p.batch, kRows) < kMost / (ceil_div(s.b, std::int64_t{width}) * s.a * s.d);
 }
 
-}  // namespace
-
-std::span<const int> widths() { return kWidths; }
-
 bool fits(const Problem& p, const Config& config, const Machine& machine) {
   const Sizes& s = p.sizes;
   const int width = config.first;
@@ -436,5 +432,11 @@ void launch(const Problem& p, const Config& config, Context& context) {
       return run_as_it_lies(p, width, context);
   }
 }
+
+}  // namespace
+
+std::span<const int> widths() { return kWidths; }
+
+constinit const Functions<Problem> kProduct{fits, cost, launch};
 
 }  // namespace fretwork::kronecker::hopper

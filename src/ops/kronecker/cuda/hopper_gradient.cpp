@@ -296,8 +296,6 @@ const cost::Rates& rates_of(DType dtype) {
   return dtype == DType::f32 ? kTf32 : k16;
 }
 
-}  // namespace
-
 bool fits(const WeightProblem& p, const Config& config, const Machine& machine) {
   const Sizes& s = p.sizes;
   if (!suits_gradient(p, machine)) {
@@ -357,5 +355,9 @@ void launch(const WeightProblem& p, const Config& config, Context& context) {
       return run_gradient(p, *shared_layout(p.x, p.d_y, p.batch, p.sizes, p.dtype), context);
   }
 }
+
+}  // namespace
+
+constinit const Functions<WeightProblem> kGradient{fits, cost, launch};
 
 }  // namespace fretwork::kronecker::hopper

@@ -265,8 +265,6 @@ bool reads_deltas(const Problem& p) {
   return deltas_of(p.sizes.d, p.sizes.b, p.sizes.c) > 0 && along_deltas(p.x, p.batch);
 }
 
-}  // namespace
-
 bool fits(const Problem& p, const Config& config, const Machine& machine) {
   const Sizes& s = p.sizes;
   if (!here(p.dtype, s, machine)) {
@@ -343,5 +341,10 @@ void launch(const WeightProblem& problem, const Config& /*config*/, Context& con
   const BatchSums bias(problem, context);
   reduce(problem, {sums.data(), p.pieces, !deltas, bias.space.data(), bias.pieces}, context);
 }
+
+}  // namespace
+
+constinit const Functions<Problem> kProduct{fits, cost, launch};
+constinit const Functions<WeightProblem> kGradient{fits, cost, launch};
 
 }  // namespace fretwork::kronecker::ieee

@@ -631,6 +631,8 @@ std::vector<Config> configs(DType dtype, Precision precision) {
   return list;
 }
 
+namespace {
+
 bool fits(const Problem& p, const Config& config, const Machine& machine) {
   const Sizes& s = p.sizes;
   if (!suits(s, p.dtype, machine) ||
@@ -686,5 +688,10 @@ void launch(const WeightProblem& p, const Config& config, Context& context) {
   }
   run_clusters(p, context);
 }
+
+}  // namespace
+
+constinit const Functions<Problem> kProduct{fits, cost, launch};
+constinit const Functions<WeightProblem> kGradient{fits, cost, launch};
 
 }  // namespace fretwork::kronecker::strided

@@ -199,7 +199,7 @@ __device__ __forceinline__ void turn(u32 (&to)[kColumns][kRows * sizeof(Bits) / 
       if constexpr (sizeof(Bits) == 4) {
         to[c][w] = from[w][c];
       } else {
-        to[c][w] = __byte_perm(from[2 * w][c / 2], from[2 * w + 1][c / 2], c % 2 != 0 ? 0x7632 : 0x5410);
+        to[c][w] = pair_halves(from[2 * w][c / 2], from[2 * w + 1][c / 2], c % 2);
       }
     }
   }

@@ -36,10 +36,6 @@ __device__ __forceinline__ quad load_quad(u32 address) {
   return v;
 }
 
-__device__ __forceinline__ void copy_async_8(u32 shared, const void* global, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
-}
-
 /// Waits for all but the newest `ring` − 2 groups.
 __device__ __forceinline__ void wait_ring(int ring) {
   if (ring == 4) {
@@ -49,11 +45,6 @@ __device__ __forceinline__ void wait_ring(int ring) {
   } else {
     copy_async_wait<0>();
   }
-}
-
-/// Halves `odd` of two words: (low's, high's).
-__device__ __forceinline__ u32 pair_halves(u32 low, u32 high, int odd) {
-  return __byte_perm(low, high, odd ? 0x7632 : 0x5410);
 }
 
 /// One chunk of a row: elements (k, δ) from k = `k` on, of `limit` in all; `from` points to (k, δ 0). A chunk holds
@@ -74,7 +65,7 @@ __device__ __forceinline__ void copy_chunk(u32 to, const T* from, int k, int lim
       for (int m = 0; m < kMany; ++m) {
         const T* element = m < left ? from + static_cast<i64>(m) * d : from;
         if constexpr (V * kSize == 8) {
-          copy_async_8(to + 8 * m, element, m < left ? 8 : 0);
+          copy_async_small<8>(to + 8 * m, element, m < left ? 8 : 0);
         } else {
           copy_async_4(to + 4 * m, element, m < left ? 4 : 0);
         }

@@ -50,18 +50,6 @@ __device__ __forceinline__ void store_sums(const float (&d)[kWidth / 2], const G
   }
 }
 
-/// The sums of two rows of d_y, the first and the middle of `sums`, behind the weights of these rows.
-template <int kSize>
-__device__ __forceinline__ void store_row_sums(const float (&sums)[kSize], const GradientParams& p,
-                                               const int (&rows)[2], float* to) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (threadIdx.x % 4 == 0 && rows[half] < p.b) {
-      add_sum(p, to + static_cast<i64>(rows[half]) * p.line + p.c, sums[kSize / 2 * half]);
-    }
-  }
-}
-
 /// Warps 1 to 3 turn the right operand of `steps` stages around, from lines along columns to lines along the depth:
 /// tf32 has no other instruction.
 template <int kWidth, int kDeltas>
@@ -175,32 +163,38 @@ struct GradientKernel {
     Consumer<S::kCount> at;
     const int above = static_cast<int>(threadIdx.x) / 128 * 64 - 64;  // rows of the warpgroup before
     each_tile([&](const Tile& t, int index) {
-      const int rows[2] = {t.row + above + row(0), t.row + above + row(1)};
-      float d[kDeltas][kWidth / 2];
-#pragma unroll
-      for (auto& of_delta : d) {
-        clear(of_delta);
-      }
-      float* to = p.partials + static_cast<i64>(index / (p.row_tiles * p.col_tiles)) * p.b * p.line * kDeltas;
       if constexpr (kDeltas > 1) {
-        float sums[kDeltas][2] = {};
+        float d[kDeltas][kWidth / 2] = {}, sums[kDeltas][2] = {};
         multiply_interleaved<kDeltas, kWidth>(d, sums, t.last - t.first, stages, base, at, extra);
+        const int rows[2] = {t.row + above + row(0), t.row + above + row(1)};
+        float* to = p.partials + static_cast<i64>(index / (p.row_tiles * p.col_tiles)) * kDeltas * p.b * p.line;
 #pragma unroll
         for (int l = 0; l < kDeltas; ++l, to += static_cast<i64>(p.b) * p.line) {
           store_sums<kWidth>(d[l], p, t, rows, to);
-          if (p.with_sums != 0 && t.col == 0) {
-            store_row_sums(sums[l], p, rows, to);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            if (p.with_sums != 0 && t.col == 0 && threadIdx.x % 4 == 0 && rows[half] < p.b) {
+              add_sum(p, to + static_cast<i64>(rows[half]) * p.line + p.c, sums[l][half]);
+            }
           }
         }
       } else {
-        float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        const int rows[2] = {t.row + above + row(0), t.row + above + row(1)};
+        float d[kWidth / 2], sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        clear(d);
+        float* to = p.partials + static_cast<i64>(index / (p.row_tiles * p.col_tiles)) * p.b * p.line;
         if (p.with_sums != 0 && t.col == 0) {
-          multiply<T, kWidth, kLast, kLast, true>(d[0], sums, t.last - t.first, stages, base, at, extra);
-          store_row_sums(sums, p, rows, to);
+          multiply<T, kWidth, kLast, kLast, true>(d, sums, t.last - t.first, stages, base, at, extra);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            if (threadIdx.x % 4 == 0 && rows[half] < p.b) {
+              add_sum(p, to + static_cast<i64>(rows[half]) * p.line + p.c, sums[2 * half]);
+            }
+          }
         } else {
-          multiply<T, kWidth, kLast, kLast, false>(d[0], sums, t.last - t.first, stages, base, at, extra);
+          multiply<T, kWidth, kLast, kLast, false>(d, sums, t.last - t.first, stages, base, at, extra);
         }
-        store_sums<kWidth>(d[0], p, t, rows, to);
+        store_sums<kWidth>(d, p, t, rows, to);
       }
     });
   }

@@ -220,31 +220,23 @@ void run_as_it_lies(const Problem& p, int width, Context& context) {
   launch_product(p, *layout_of(p), weights, matrices.unit_is_k(), width, matrices.bytes() > 0, context);
 }
 
-/// tf32, batch first with d = 2 or 4: the δ of a block stay together. Nothing where rows do not lie so.
-struct Interleaved {
-  TiledView x, y;
-  int deltas;
-};
-std::optional<Interleaved> interleaved(const Problem& p) {
-  const Sizes& s = p.sizes;
-  const auto x = row_view(p.x, p.batch, s.c, s), y = row_view(p.y, p.batch, s.b, s);
-  if (p.dtype != DType::f32 || (s.d != 2 && s.d != 4) || !x || !y || !y->can_be_written()) {
-    return std::nullopt;
-  }
-  return Interleaved{*x, *y, narrowed(s.d)};
+/// The δ of a block stay together.
+std::optional<Layout> interleaved(const Problem& p) {
+  const auto layout = interleaved_layout(p.x, p.y, p.batch, p.sizes, p.dtype);
+  return layout && layout->y.can_be_written() ? layout : std::nullopt;
 }
 void run_interleaved(const Problem& p, int width, Context& context) {
-  const auto [x, y, deltas] = *interleaved(p);
+  const Layout rows = *interleaved(p);
   const Sizes& s = p.sizes;
+  const int deltas = narrowed(s.d);
   const Matrices matrices(p.w, s, p.dtype);
   const Workspace space(context, matrices.bytes());
-  ProductParams params =
-      product_params(p, {s.a, s.b * s.d, s.c * s.d, 1}, ceil_div(p.batch, kRows), width * deltas, 16);
-  params.x = operand_map(x, true, kRows);
+  ProductParams params = product_params(p, dense_sizes(s), ceil_div(p.batch, kRows), width * deltas, 16);
+  params.x = operand_map(rows.x, true, kRows);
   params.weights = matrices.view(space, context)
                        .map(static_cast<std::uint32_t>(32 / deltas), static_cast<std::uint32_t>(width),
                             static_cast<std::uint32_t>(deltas));
-  params.y = operand_map(y, true, 64);
+  params.y = operand_map(rows.y, true, 64);
   launch({p.dtype, width, false, true, false, deltas}, params, true, context);
 }
 
@@ -256,16 +248,12 @@ struct Dense {
   std::size_t bytes;
 };
 std::optional<Dense> dense(const Problem& p) {
-  constexpr std::int64_t kMostDeltas = 8;
   const Sizes& s = p.sizes;
-  if (s.d == 1 || s.d > kMostDeltas || s.a * s.b * s.d >= kMost / (s.c * s.d + 8) ||
-      ceil_div(p.batch, kRows) >= kMost / (s.a * ceil_div(s.b * s.d, kWidths[0]))) {
-    return std::nullopt;
-  }
   Problem one = p;
-  one.sizes = {s.a, s.b * s.d, s.c * s.d, 1};
-  const auto layout = shared_layout(p.x, p.y, p.batch, one.sizes, p.dtype);
-  if (!layout || layout->last || !layout->y.can_be_written()) {
+  one.sizes = dense_sizes(s);
+  const auto layout = dense_layout(p.x, p.y, p.batch, s, p.dtype);
+  if (!layout || !layout->y.can_be_written() || s.a * s.b * s.d >= kMost / (s.c * s.d + 8) ||
+      ceil_div(p.batch, kRows) >= kMost / (s.a * ceil_div(s.b * s.d, kWidths[0]))) {
     return std::nullopt;
   }
   const bool along_k = p.dtype == DType::f32 || std::llabs(p.w.c) <= std::llabs(p.w.b);
@@ -362,8 +350,7 @@ double regrouped_cost(const Problem& p, int width, double multiprocessors) {
 }
 
 double dense_cost(const Problem& p, int width, double multiprocessors) {
-  const Sizes whole{p.sizes.a, p.sizes.b * p.sizes.d, p.sizes.c * p.sizes.d, 1};
-  return cost::microseconds(tiles_of(whole, ceil_div(p.batch, kRows), width, p.dtype, multiprocessors),
+  return cost::microseconds(tiles_of(dense_sizes(p.sizes), ceil_div(p.batch, kRows), width, p.dtype, multiprocessors),
                             rates_of(p.dtype), moved_bytes(p), multiprocessors) +
          1.2 * pack_cost(p, p.sizes.d, multiprocessors);  // zeros are written too
 }

@@ -72,6 +72,23 @@ inline std::optional<Layout> shared_layout(const Matrix& x, const Matrix& y, std
   return std::nullopt;
 }
 
+/// tf32, batch first with d = 2 or 4: rows that hold the δ of a block interleaved.
+inline std::optional<Layout> interleaved_layout(const Matrix& x, const Matrix& y, std::int64_t batch, const Sizes& s,
+                                                DType dtype) {
+  const auto from = row_view(x, batch, s.c, s), to = row_view(y, batch, s.b, s);
+  const bool fit = dtype == DType::f32 && (s.d == 2 || s.d == 4) && from && to;
+  return fit ? std::optional(Layout{false, *from, *to}) : std::nullopt;
+}
+
+/// Batch first, the d products of a block as one dense matrix, for up to 8 δ.
+inline Sizes dense_sizes(const Sizes& s) { return {s.a, s.b * s.d, s.c * s.d, 1}; }
+inline std::optional<Layout> dense_layout(const Matrix& x, const Matrix& y, std::int64_t batch, const Sizes& s,
+                                          DType dtype) {
+  constexpr std::int64_t kMostDeltas = 8;
+  const auto layout = s.d == 1 || s.d > kMostDeltas ? std::nullopt : shared_layout(x, y, batch, dense_sizes(s), dtype);
+  return layout && !layout->last ? layout : std::nullopt;
+}
+
 /// What both problems need.
 inline bool suits(const Sizes& s, std::int64_t batch, DType dtype, const Machine& machine) {
   const bool type =

@@ -207,22 +207,12 @@ bool can_regroup(const WeightProblem& p) {
   return regroups(p.x, s.c, rows, s, size) && regroups(p.d_y, s.b, rows, s, size);
 }
 
-/// tf32, batch first with d = 2 or 4: rows of all δ as they lie.
-struct Interleaved {
-  TiledView x, d_y;
-};
-std::optional<Interleaved> interleaved(const WeightProblem& p) {
-  const Sizes& s = p.sizes;
-  const auto x = row_view(p.x, p.batch, s.c, s), d_y = row_view(p.d_y, p.batch, s.b, s);
-  const bool fit = p.dtype == DType::f32 && (s.d == 2 || s.d == 4) && x && d_y;
-  return fit ? std::optional(Interleaved{*x, *d_y}) : std::nullopt;
-}
 void run_interleaved(const WeightProblem& p, Context& context) {
-  const auto [x, d_y] = *interleaved(p);
+  const Layout rows = *interleaved_layout(p.x, p.d_y, p.batch, p.sizes, p.dtype);
   const GradientTile tile = interleaved_tile(p.sizes.d);
   const GradientSums sums(p, p.batch, tile, context);
-  launch_gradient(p, false, operand_map(d_y, false, kRows), operand_map(x, false, tile.width), tile, sums, false,
-                  context);
+  launch_gradient(p, false, operand_map(rows.y, false, kRows), operand_map(rows.x, false, tile.width), tile, sums,
+                  false, context);
   unpack(p, sums.space, sums.line, sums.parts.count, false, context);
 }
 
@@ -250,23 +240,14 @@ void run_regrouped(const WeightProblem& p, std::int64_t most, Context& context) 
 
 /// Batch first: the d products of a block as one, of which only sums of one δ are kept. d times the arithmetic, and
 /// nothing leaks from one δ to another: the batch is the depth.
-struct Dense {
-  WeightProblem problem;
-  Layout layout;
-};
-std::optional<Dense> dense(const WeightProblem& p) {
-  constexpr std::int64_t kMostDeltas = 8;
-  const Sizes& s = p.sizes;
+WeightProblem as_dense(const WeightProblem& p) {
   WeightProblem one = p;
-  one.sizes = {s.a, s.b * s.d, s.c * s.d, 1};
-  if (s.d == 1 || s.d > kMostDeltas) {
-    return std::nullopt;
-  }
-  const auto layout = shared_layout(p.x, p.d_y, p.batch, one.sizes, p.dtype);
-  return layout && !layout->last ? std::optional(Dense{one, *layout}) : std::nullopt;
+  one.sizes = dense_sizes(p.sizes);
+  return one;
 }
 void run_dense(const WeightProblem& p, Context& context) {
-  const auto [one, layout] = *dense(p);
+  const WeightProblem one = as_dense(p);
+  const Layout layout = *dense_layout(p.x, p.d_y, p.batch, p.sizes, p.dtype);
   const GradientTile tile = gradient_tile(one.sizes.c);
   const GradientSums sums(one, p.batch, tile, context);
   launch_gradient(one, layout, tile, sums, false, context);
@@ -305,11 +286,9 @@ bool fits(const WeightProblem& p, const Config& config, const Machine& machine) 
     case Family::hopper:
       return p.batch == 0 || shared_layout(p.x, p.d_y, p.batch, s, p.dtype).has_value();
     case Family::interleaved:
-      return p.batch > 0 && interleaved(p).has_value();
-    case Family::dense: {
-      const auto one = p.batch > 0 ? dense(p) : std::nullopt;
-      return one && suits_gradient(one->problem, machine);
-    }
+      return p.batch > 0 && interleaved_layout(p.x, p.d_y, p.batch, s, p.dtype).has_value();
+    case Family::dense:
+      return p.batch > 0 && dense_layout(p.x, p.d_y, p.batch, s, p.dtype) && suits_gradient(as_dense(p), machine);
     case Family::regroup:  // `first`: rows of the batch at a time, or 0 for as many as suit the workspace
       return p.batch > 0 && s.d > 1 && config.first % 64 == 0 && can_regroup(p);
     default:
@@ -326,11 +305,8 @@ double cost(const WeightProblem& p, const Config& config, const Machine& machine
       constexpr cost::Rates kRates = {2.2, 5.1e6, 1.5e7};
       return gradient_cost(p, interleaved_tile(s.d), kRates, multiprocessors);
     }
-    case Family::dense: {
-      WeightProblem one = p;
-      one.sizes = {s.a, s.b * s.d, s.c * s.d, 1};
-      return gradient_cost(one, gradient_tile(one.sizes.c), rates, multiprocessors);
-    }
+    case Family::dense:
+      return gradient_cost(as_dense(p), gradient_tile(s.c * s.d), rates, multiprocessors);
     case Family::regroup:
       return gradient_cost(p, gradient_tile(s.c), rates, multiprocessors) +
              regroup_cost(s, p.batch, p.dtype, multiprocessors);

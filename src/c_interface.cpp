@@ -45,11 +45,15 @@ fretwork_pattern* handle(fretwork::PatternPtr pattern) {
 
 constexpr fretwork_pattern* kNone = nullptr;
 
-using KroneckerSizes = fretwork::KroneckerPattern::Sizes;
-
-/// Checked, so that no product of the numbers overflows.
-KroneckerSizes kronecker_sizes(const int64_t sizes[4]) {
-  return fretwork::KroneckerPattern::make({sizes[0], sizes[1], sizes[2], sizes[3]})->sizes();
+fretwork::KroneckerPtr kronecker_of(const int64_t sizes[4]) {
+  return fretwork::KroneckerPattern::make({sizes[0], sizes[1], sizes[2], sizes[3]});
+}
+std::vector<fretwork::KroneckerPtr> kroneckers_of(const int64_t* sizes, int count) {
+  std::vector<fretwork::KroneckerPtr> patterns;
+  for (int n = 0; n < count; ++n) {
+    patterns.push_back(kronecker_of(sizes + 4 * n));
+  }
+  return patterns;
 }
 
 fretwork::KroneckerPtr as_kronecker(const fretwork_pattern* pattern) {
@@ -81,7 +85,7 @@ fretwork::DType floating_named(const std::string& name) {
   throw fretwork::Error("plan", "dtype", "float64, float32, float16 or bfloat16", name);
 }
 
-int64_t* write_sizes(const KroneckerSizes& s, int64_t* out) {
+int64_t* write_sizes(const fretwork::KroneckerPattern::Sizes& s, int64_t* out) {
   const int64_t all[] = {s.a, s.b, s.c, s.d};
   return std::copy(std::begin(all), std::end(all), out);
 }
@@ -94,9 +98,9 @@ int64_t write_text(const std::string& all, char* text, size_t size) {
   return static_cast<int64_t>(all.size());
 }
 
-int write_all(const std::vector<KroneckerSizes>& patterns, int64_t* out) {
-  for (const KroneckerSizes& s : patterns) {
-    out = write_sizes(s, out);
+int write_all(const std::vector<fretwork::KroneckerPtr>& patterns, int64_t* out) {
+  for (const fretwork::KroneckerPtr& pattern : patterns) {
+    out = write_sizes(pattern->sizes(), out);
   }
   return static_cast<int>(patterns.size());
 }
@@ -285,13 +289,12 @@ fretwork_pattern* fretwork_kronecker_block_layout(const fretwork_pattern* patter
 }
 
 int fretwork_kronecker_chainable(const int64_t left[4], const int64_t right[4]) {
-  return guarded(-1,
-                 [&] { return fretwork::kronecker::chainable(kronecker_sizes(left), kronecker_sizes(right)) ? 1 : 0; });
+  return guarded(-1, [&] { return fretwork::kronecker::chainable(kronecker_of(left), kronecker_of(right)) ? 1 : 0; });
 }
 
 int fretwork_kronecker_product(const int64_t left[4], const int64_t right[4], int64_t out[4]) {
   return guarded(-1, [&] {
-    write_sizes(fretwork::kronecker::product(kronecker_sizes(left), kronecker_sizes(right)), out);
+    write_sizes(fretwork::kronecker::product(kronecker_of(left), kronecker_of(right))->sizes(), out);
     return 0;
   });
 }
@@ -308,12 +311,9 @@ int fretwork_kronecker_butterfly(int64_t n, int64_t* patterns) {
 int fretwork_kronecker_plan(const int64_t* patterns, int count, const char* arch, const char* dtype, int bs_last,
                             int64_t batch, char* text, size_t size) {
   return guarded(-1, [&] {
-    std::vector<KroneckerSizes> sizes;
-    for (int n = 0; n < count; ++n) {
-      sizes.push_back(kronecker_sizes(patterns + 4 * n));
-    }
     std::string lines;
-    for (const std::string& line : fretwork::kronecker::plan(sizes, arch, floating_named(dtype), bs_last != 0, batch)) {
+    for (const std::string& line :
+         fretwork::kronecker::plan(kroneckers_of(patterns, count), arch, floating_named(dtype), bs_last != 0, batch)) {
       lines += (lines.empty() ? "" : "\n") + line;
     }
     return static_cast<int>(write_text(lines, text, size));
@@ -323,17 +323,14 @@ int fretwork_kronecker_plan(const int64_t* patterns, int count, const char* arch
 int fretwork_kronecker_project(const double* dense, int64_t rows, int64_t cols, const int64_t* patterns, int count,
                                double* const* weights, double* error) {
   return guarded(-1, [&] {
-    std::vector<KroneckerSizes> sizes;
-    for (int n = 0; n < count; ++n) {
-      sizes.push_back(kronecker_sizes(patterns + 4 * n));
-    }
+    const std::vector<fretwork::KroneckerPtr> factors = kroneckers_of(patterns, count);
     std::int64_t elements = 0;
     if (rows < 0 || cols < 0 || __builtin_mul_overflow(rows, cols, &elements)) {
       const std::int64_t given[] = {rows, cols};
       throw fretwork::Error("project", "dense", "fewer than 2^63 elements", fretwork::shape_text(given));
     }
-    std::vector<std::vector<double>> made(sizes.size());
-    *error = fretwork::kronecker::project({dense, static_cast<std::size_t>(elements)}, rows, cols, sizes, made);
+    std::vector<std::vector<double>> made(factors.size());
+    *error = fretwork::kronecker::project({dense, static_cast<std::size_t>(elements)}, rows, cols, factors, made);
     for (std::size_t n = 0; n < made.size(); ++n) {
       std::copy(made[n].begin(), made[n].end(), weights[n]);
     }

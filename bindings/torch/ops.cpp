@@ -331,7 +331,8 @@ void kronecker_from_dense(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const std::int64_t a = arguments.integer(), b = arguments.integer(), c = arguments.integer(), d = arguments.integer();
 
   const fretwork::ConstTensorView input = view(kOp, "dense", dense);
-  const Tensor w = empty_like(fretwork::kronecker::from_dense_shape(input, {a, b, c, d}), dense);
+  const auto pattern = fretwork::KroneckerPattern::make({a, b, c, d});
+  const Tensor w = empty_like(fretwork::kronecker::from_dense_shape(input, pattern), dense);
   const Tensor outside = empty({}, aoti_torch_dtype_int64(), dense);
   Call call(dense);
   fretwork::kronecker::from_dense(input, out_view(kOp, "w", w), static_cast<std::int64_t*>(outside.mutable_data_ptr()),

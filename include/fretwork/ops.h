@@ -111,8 +111,8 @@ namespace kronecker {
 /// How ksmm_chain runs factors of these patterns, one line for each step: "0+1: fused, clusters of 8, 16 rows", "2:
 /// strided". `arch` is "cpu", an architecture from "sm_75" on, such as "sm_90a", of which none needs to be there, or a
 /// GPU, "cuda:0". `batch` counts where rows are few; 0 stands for many. Operands are taken to be contiguous.
-std::vector<std::string> plan(std::span<const KroneckerPattern::Sizes> patterns, const std::string& arch,
-                              DType dtype = DType::f16, bool last = false, std::int64_t batch = 0);
+std::vector<std::string> plan(std::span<const KroneckerPtr> patterns, const std::string& arch, DType dtype = DType::f16,
+                              bool last = false, std::int64_t batch = 0);
 
 /// w (a,b,c,d) as a matrix (a·b·d, a·c·d), and back. from_dense gives the place (row·columns + column) of the first
 /// non-zero that the pattern does not hold, or −1, in *outside: on a GPU, where it is device memory, when the stream
@@ -121,13 +121,13 @@ void to_dense(const ConstTensorView& w, const TensorView& dense, Context& contex
 void from_dense(const ConstTensorView& dense, const TensorView& w, std::int64_t* outside, Context& context);
 /// The shapes of their results, after all checks that need no data.
 std::vector<std::int64_t> to_dense_shape(const ConstTensorView& w);
-std::vector<std::int64_t> from_dense_shape(const ConstTensorView& dense, const KroneckerPattern::Sizes& sizes);
+std::vector<std::int64_t> from_dense_shape(const ConstTensorView& dense, const KroneckerPtr& pattern);
 
 /// The weights (f64, contiguous, on the CPU, in order of application) whose product is near `dense` (rows × cols,
 /// row-major): the nearest for one and two factors, within √(L − 1) times the least error for L. The factors have equal
 /// norms. Gives the relative error in the Frobenius norm, 0 for a zero matrix.
 double project(std::span<const double> dense, std::int64_t rows, std::int64_t cols,
-               std::span<const KroneckerPattern::Sizes> patterns, std::span<std::vector<double>> weights,
+               std::span<const KroneckerPtr> patterns, std::span<std::vector<double>> weights,
                Executor& executor = serial_executor());
 
 }  // namespace kronecker

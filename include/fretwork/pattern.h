@@ -138,15 +138,14 @@ namespace kronecker {
 
 /// Whether left·right is a Kronecker pattern again whose every entry is one sum of the same length, so that a dense
 /// matrix has a best approximation of that form; and that pattern. product throws Error where they do not chain.
-bool chainable(const KroneckerPattern::Sizes& left, const KroneckerPattern::Sizes& right);
-KroneckerPattern::Sizes product(const KroneckerPattern::Sizes& left, const KroneckerPattern::Sizes& right);
+bool chainable(const KroneckerPtr& left, const KroneckerPtr& right);
+KroneckerPtr product(const KroneckerPtr& left, const KroneckerPtr& right);
 /// The same pattern as whole blocks, the largest that fit. Throws Error unless d is 1 and b and c have divisors that
 /// are sides of a block.
 BlockLayoutPtr to_block_layout(const KroneckerPtr& pattern);
 /// The patterns, in order of application, of a Monarch matrix and of a dyadic butterfly (n a power of two).
-std::vector<KroneckerPattern::Sizes> monarch(std::int64_t out_features, std::int64_t in_features, std::int64_t p,
-                                             std::int64_t q);
-std::vector<KroneckerPattern::Sizes> butterfly(std::int64_t n);
+std::vector<KroneckerPtr> monarch(std::int64_t out_features, std::int64_t in_features, std::int64_t p, std::int64_t q);
+std::vector<KroneckerPtr> butterfly(std::int64_t n);
 
 }  // namespace kronecker
 

@@ -6,6 +6,11 @@
 
 namespace fretwork {
 
+/// Halves `odd` (0 or 1) of two words, as a word.
+__device__ __forceinline__ u32 pair_halves(u32 low, u32 high, int odd) {
+  return __byte_perm(low, high, odd != 0 ? 0x7632 : 0x5410);
+}
+
 /// Four 8×16-byte matrices; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

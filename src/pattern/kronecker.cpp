@@ -70,20 +70,30 @@ void KroneckerPattern::mask(std::span<std::uint8_t> out) const {
 
 namespace kronecker {
 
-bool chainable(const Sizes& left, const Sizes& right) {
+namespace {
+
+bool chain(const Sizes& left, const Sizes& right) {
   return left.a * left.c * left.d == right.a * right.b * right.d && right.a % left.a == 0 && left.d % right.d == 0 &&
          left.a * left.c % right.a == 0 && right.b * right.d % left.d == 0;
 }
 
-Sizes product(const Sizes& left, const Sizes& right) {
-  if (!chainable(left, right)) {
+}  // namespace
+
+bool chainable(const KroneckerPtr& left, const KroneckerPtr& right) {
+  return chain(check_pattern("chainable", "left", left).sizes(), check_pattern("chainable", "right", right).sizes());
+}
+
+KroneckerPtr product(const KroneckerPtr& one, const KroneckerPtr& other) {
+  const Sizes& left = check_pattern("product", "left", one).sizes();
+  const Sizes& right = check_pattern("product", "right", other).sizes();
+  if (!chain(left, right)) {
     throw Error(
         "product", "patterns",
         "chainable ones: left a·c·d = right a·b·d, right a a multiple of left a that divides left a·c, left d a "
         "multiple of right d that divides right b·d",
         text_of(left) + " and " + text_of(right));
   }
-  return {left.a, left.b * left.d / right.d, right.a * right.c / left.a, right.d};
+  return KroneckerPattern::make({left.a, left.b * left.d / right.d, right.a * right.c / left.a, right.d});
 }
 
 BlockLayoutPtr to_block_layout(const KroneckerPtr& pattern) {
@@ -115,7 +125,7 @@ BlockLayoutPtr to_block_layout(const KroneckerPtr& pattern) {
   return BlockLayout::make({1, a * rows, a * cols, r, s}, mask);
 }
 
-std::vector<Sizes> monarch(std::int64_t out_features, std::int64_t in_features, std::int64_t p, std::int64_t q) {
+std::vector<KroneckerPtr> monarch(std::int64_t out_features, std::int64_t in_features, std::int64_t p, std::int64_t q) {
   const auto check = [](const char* name, std::int64_t n, const char* of_name, std::int64_t of) {
     if (of < 1) {
       throw Error("monarch", of_name, "at least 1", std::to_string(of));
@@ -127,16 +137,17 @@ std::vector<Sizes> monarch(std::int64_t out_features, std::int64_t in_features, 
   };
   check("p", p, "out_features", out_features);
   check("q", q, "in_features", in_features);
-  return {{q, out_features / p, in_features / q, 1}, {1, p, q, out_features / p}};
+  const std::int64_t between = out_features / p;
+  return {KroneckerPattern::make({q, between, in_features / q, 1}), KroneckerPattern::make({1, p, q, between})};
 }
 
-std::vector<Sizes> butterfly(std::int64_t n) {
+std::vector<KroneckerPtr> butterfly(std::int64_t n) {
   if (n < 2 || !std::has_single_bit(static_cast<std::uint64_t>(n))) {
     throw Error("butterfly", "n", "a power of two from 2 on", std::to_string(n));
   }
-  std::vector<Sizes> patterns;
+  std::vector<KroneckerPtr> patterns;
   for (std::int64_t d = 1; d < n; d *= 2) {
-    patterns.push_back({n / (2 * d), 2, 2, d});
+    patterns.push_back(KroneckerPattern::make({n / (2 * d), 2, 2, d}));
   }
   return patterns;
 }

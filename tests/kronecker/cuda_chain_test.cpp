@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "ops/kronecker/chain.h"
+#include "ops/kronecker/cuda/families.h"
 #include "support/activated.h"
 #include "support/device_tensor.h"
 #include "support/error_text.h"
@@ -21,8 +21,12 @@ namespace {
 namespace driver = fretwork::cuda;
 using Lines = std::vector<std::string>;
 
-std::vector<Sizes> monarch(std::int64_t out, std::int64_t in, std::int64_t p, std::int64_t q) {
-  return {{q, out / p, in / q, 1}, {1, p, q, out / p}};
+/// The plan of factors of these sizes.
+template <typename... More>
+Lines plan(const std::vector<Sizes>& factors, More&&... more) {
+  std::vector<KroneckerPtr> patterns;
+  std::ranges::transform(factors, std::back_inserter(patterns), KroneckerPattern::make);
+  return kronecker::plan(patterns, std::forward<More>(more)...);
 }
 
 TEST(ChainPlan, FusesMonarchs) {
@@ -33,31 +37,31 @@ TEST(ChainPlan, FusesMonarchs) {
 }
 
 TEST(ChainPlan, SaysWhatRunsAlone) {
-  const std::vector<Sizes> square = monarch(4096, 4096, 64, 64);
+  const std::vector<KroneckerPtr> square = monarch(4096, 4096, 64, 64);
   EXPECT_EQ(kronecker::plan(square, "sm_90a", DType::f32), (Lines{"0: fp32", "1: fp32"}));
   EXPECT_EQ(kronecker::plan(square, "sm_90a", DType::f16, true), (Lines{"0: hopper", "1: hopper"}));
   EXPECT_EQ(kronecker::plan(square, "sm_80"), (Lines{"0: portable", "1: strided"}));
   EXPECT_EQ(kronecker::plan(square, "cpu"), (Lines{"0: cpu", "1: cpu"}));
   EXPECT_EQ(kronecker::plan(monarch(12, 20, 3, 5), "sm_90a"), (Lines{"0: simple", "1: strided"}));
   EXPECT_EQ(kronecker::plan(square, "sm_90a", DType::f64), (Lines{"0: simple", "1: simple"}));
-  EXPECT_EQ(kronecker::plan(std::vector<Sizes>{{1, 64, 64, 3}}, "sm_90a"), Lines{"0: dense"});
-  EXPECT_EQ(kronecker::plan(std::vector<Sizes>{{1, 64, 64, 3}}, "sm_80"), Lines{"0: simple"});
-  EXPECT_EQ(kronecker::plan(std::vector<Sizes>{{1, 64, 64, 9}}, "sm_90a"), Lines{"0: simple"});
-  EXPECT_EQ(kronecker::plan(std::vector<Sizes>{{2, 20, 20, 1}}, "sm_90a"), Lines{"0: portable"});
+  EXPECT_EQ(plan({{1, 64, 64, 3}}, "sm_90a"), Lines{"0: dense"});
+  EXPECT_EQ(plan({{1, 64, 64, 3}}, "sm_80"), Lines{"0: simple"});
+  EXPECT_EQ(plan({{1, 64, 64, 9}}, "sm_90a"), Lines{"0: simple"});
+  EXPECT_EQ(plan({{2, 20, 20, 1}}, "sm_90a"), Lines{"0: portable"});
   EXPECT_EQ(kronecker::plan({}, "cpu"), Lines{});
 }
 
 TEST(ChainPlan, LooksAtAFewRows) {
-  const auto plan = [](Sizes s, std::int64_t batch) {
-    return kronecker::plan(std::vector<Sizes>{s}, "sm_90a", DType::f16, false, batch).front();
+  const auto plan_one = [](Sizes s, std::int64_t batch) {
+    return plan({s}, "sm_90a", DType::f16, false, batch).front();
   };
-  EXPECT_EQ(plan({1, 64, 64, 4}, 16), "0: direct");
-  EXPECT_EQ(plan({1, 64, 64, 6}, 16), "0: few");
-  EXPECT_EQ(plan({1, 64, 64, 3}, 1), "0: few");
-  EXPECT_EQ(plan({1, 64, 64, 3}, 33), "0: dense");
-  EXPECT_EQ(plan({1, 256, 256, 16}, 4096), "0: cluster");
-  EXPECT_EQ(error_of([&] { plan({1, 64, 64, 4}, -1); }), "plan: batch: expected at least 0, got -1");
-  EXPECT_EQ(error_of([&] { plan({1, 0, 64, 4}, 1); }), "KroneckerPattern: b: expected at least 1, got 0");
+  EXPECT_EQ(plan_one({1, 64, 64, 4}, 16), "0: direct");
+  EXPECT_EQ(plan_one({1, 64, 64, 6}, 16), "0: few");
+  EXPECT_EQ(plan_one({1, 64, 64, 3}, 1), "0: few");
+  EXPECT_EQ(plan_one({1, 64, 64, 3}, 33), "0: dense");
+  EXPECT_EQ(plan_one({1, 256, 256, 16}, 4096), "0: cluster");
+  EXPECT_EQ(error_of([&] { plan_one({1, 64, 64, 4}, -1); }), "plan: batch: expected at least 0, got -1");
+  EXPECT_EQ(error_of([&] { plan_one({1, 0, 64, 4}, 1); }), "KroneckerPattern: b: expected at least 1, got 0");
   EXPECT_EQ(error_of([&] { kronecker::plan({}, "cpu", DType::i8); }),
             "plan: dtype: expected float64, float32, float16 or bfloat16, got int8");
 }
@@ -73,8 +77,8 @@ TEST(ChainPlan, FusesNoFewRows) {
 }
 
 TEST(ChainPlan, LooksAtEveryPair) {
-  std::vector<Sizes> three = monarch(4096, 4096, 64, 64);
-  three.insert(three.begin(), Sizes{1, 4096, 32, 1});
+  std::vector<KroneckerPtr> three = monarch(4096, 4096, 64, 64);
+  three.insert(three.begin(), KroneckerPattern::make({1, 4096, 32, 1}));
   EXPECT_EQ(kronecker::plan(three, "sm_90a"), (Lines{"0: hopper", "1+2: fused, clusters of 8, 16 rows"}));
 }
 
@@ -89,8 +93,10 @@ TEST(ChainPlan, RefusesUnknownTargets) {
     EXPECT_NE(error_of([&] { kronecker::plan({}, none); }).find("such as sm_90a, got"), std::string::npos) << none;
   }
   const std::vector<Sizes> apart = {{2, 3, 4, 1}, {1, 2, 5, 1}};
-  EXPECT_EQ(error_of([&] { kronecker::plan(apart, "cpu"); }),
+  EXPECT_EQ(error_of([&] { plan(apart, "cpu"); }),
             "plan: patterns[1]: expected 6 in features (a·c·d), as come before it, got 5");
+  EXPECT_EQ(error_of([&] { kronecker::plan(std::vector<KroneckerPtr>{nullptr}, "cpu"); }),
+            "plan: patterns[0]: expected a pattern, got none");
 }
 
 constexpr std::pair<int, int> kWarps[] = {{8, 8}, {4, 8}, {4, 4}};
@@ -137,7 +143,7 @@ struct Case {
   Activation activation = Activation::none;
   std::int64_t gap = 0;  ///< elements between the rows of x and y
   bool transposed = false;
-  chain::cuda::Arrangement arrangement = {};
+  chain::Arrangement arrangement = {};
 };
 
 std::string text(const Case& c) {
@@ -225,8 +231,8 @@ class ChainFused : public testing::Test {
   static void check(const Case& c, std::int64_t rows = 0) {
     Operands o(c);
     Context context = Context::cuda(0);
-    ASSERT_TRUE(chain::cuda::fuses(o.first, o.second, context)) << text(c);
-    chain::cuda::run(o.first, o.second, context, c.arrangement);
+    ASSERT_TRUE(chain::fits(o.first, o.second, machine_of(context))) << text(c);
+    chain::launch(o.first, o.second, context, c.arrangement);
     o.y.download();
     ASSERT_TRUE(o.y.intact_around()) << text(c) << ": wrote beside the elements of y";
     for (std::int64_t n = 0; n < c.batch; n += rows == 0 ? 1 : std::max<std::int64_t>(1, c.batch / rows)) {
@@ -310,7 +316,7 @@ TEST_F(ChainFused, RepeatsBitForBit) {
   const Case c{64, 64, 64, 64, 1000};
   Operands o(c);
   Context context = Context::cuda(0);
-  chain::cuda::run(o.first, o.second, context);
+  chain::launch(o.first, o.second, context);
   o.y.download();
   const std::vector<std::byte> once = o.y.storage();
   const std::vector<std::uint16_t> poison(static_cast<std::size_t>(o.y.view.elements()), 0xffff);
@@ -318,7 +324,7 @@ TEST_F(ChainFused, RepeatsBitForBit) {
     if (n % 100 == 0) {  // what is not written then shows
       driver::copy_to_device(o.second.y.data, poison.data(), 2 * poison.size(), nullptr);
     }
-    chain::cuda::run(o.first, o.second, context);
+    chain::launch(o.first, o.second, context);
     o.y.download();
     ASSERT_TRUE(once == o.y.storage()) << "launch " << n;
   }

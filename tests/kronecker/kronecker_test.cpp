@@ -187,7 +187,7 @@ TEST(KroneckerConvert, BadCalls) {
   EXPECT_EQ(to_dense({2, 3, 4, 5}, {30, 40}, DType::f32, DType::f32), "no error");
   std::vector<double> memory(4096);
   EXPECT_EQ(error_of([&] {
-              kronecker::from_dense_shape({memory.data(), DType::f32, {40, 30}}, {2, 3, 4, 5});
+              kronecker::from_dense_shape({memory.data(), DType::f32, {40, 30}}, KroneckerPattern::make({2, 3, 4, 5}));
             }),
             "from_dense: dense: expected (30, 40) for kronecker(2,3,4,5), got (40, 30)");
   const TensorView w(memory.data(), DType::f32, {2, 3, 4, 5}), dense(memory.data() + 100, DType::f32, {30, 40});
@@ -232,7 +232,9 @@ Projection project(const Matrix& dense, const std::vector<Sizes>& patterns, Exec
     }
   }
   Projection p{Weights(patterns.size()), 0};
-  p.error = kronecker::project(elements, dense.rows(), dense.cols(), patterns, p.weights, executor);
+  std::vector<KroneckerPtr> factors;
+  std::ranges::transform(patterns, std::back_inserter(factors), KroneckerPattern::make);
+  p.error = kronecker::project(elements, dense.rows(), dense.cols(), factors, p.weights, executor);
   return p;
 }
 

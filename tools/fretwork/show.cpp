@@ -170,18 +170,17 @@ void show_chain(const ShowOptions& options) {
   if (!options.png.empty() || !options.svg.empty()) {
     throw UsageError("show: PATTERN: expected one to draw, got several");
   }
-  std::vector<KroneckerPattern::Sizes> chain;
+  std::vector<KroneckerPtr> chain;
   std::int64_t nnz = 0;
   std::string factors;
   for (const std::string& text : options.patterns) {
-    const PatternPtr pattern = read_pattern(text);
-    const auto* kronecker = dynamic_cast<const KroneckerPattern*>(pattern.get());
-    if (kronecker == nullptr) {
+    const auto factor = std::dynamic_pointer_cast<const KroneckerPattern>(read_pattern(text));
+    if (factor == nullptr) {
       throw UsageError("show: PATTERN: expected several of Kronecker factors only, got " + shortened(text, 60));
     }
-    chain.push_back(kronecker->sizes());
-    nnz += kronecker->nnz();
-    factors += (factors.empty() ? "" : ", then ") + kronecker->text();
+    chain.push_back(factor);
+    nnz += factor->nnz();
+    factors += (factors.empty() ? "" : ", then ") + factor->text();
   }
   std::vector<std::vector<std::string>> plans;
   try {
@@ -191,8 +190,7 @@ void show_chain(const ShowOptions& options) {
   } catch (const Error& error) {
     throw UsageError("show: PATTERN: " + std::string(error.what()));
   }
-  const auto &first = chain.front(), &last = chain.back();
-  const std::int64_t shape[] = {last.a * last.b * last.d, first.a * first.c * first.d};
+  const std::int64_t shape[] = {chain.back()->rows(), chain.front()->cols()};
   if (options.json) {
     nlohmann::ordered_json json = {{"kind", "chain"}, {"shape", shape}, {"weights", nnz}};
     for (std::size_t n = 0; n < plans.size(); ++n) {

@@ -4,7 +4,6 @@
 
 #include <array>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 #include "ops/kronecker/config.h"
@@ -17,37 +16,42 @@ namespace {
 
 namespace driver = fretwork::cuda;  // kronecker::cuda hides it
 
-/// A family's three functions, for products or for gradients.
-template <typename Any>
-struct Functions {
-  bool (*fits)(const Any&, const Config&, const Machine&);
-  double (*cost)(const Any&, const Config&, const Machine&);
-  void (*launch)(const Any&, const Config&, Context&);
-};
-
-template <typename Any>
-Functions<Any> functions_of(Family family) {
+const Functions<Problem>& functions_of(Family family, const Problem& /*problem*/) {
   switch (family) {
     case Family::hopper:
     case Family::regroup:
     case Family::dense:
     case Family::interleaved:
-      return {hopper::fits, hopper::cost, hopper::launch};
+      return hopper::kProduct;
     case Family::strided:
     case Family::cluster:
-      return {strided::fits, strided::cost, strided::launch};
+      return strided::kProduct;
     case Family::ieee:
     case Family::ieee_regroup:
-      return {ieee::fits, ieee::cost, ieee::launch};
+      return ieee::kProduct;
     case Family::direct:
+      return direct::kProduct;
     case Family::few:
-      if constexpr (std::is_same_v<Any, Problem>) {  // of products only
-        return family == Family::few ? Functions<Any>{few::fits, few::cost, few::launch}
-                                     : Functions<Any>{direct::fits, direct::cost, direct::launch};
-      }
-      [[fallthrough]];
+      return few::kProduct;
     default:
-      return {generic::fits, generic::cost, generic::launch};
+      return generic::kProduct;
+  }
+}
+const Functions<WeightProblem>& functions_of(Family family, const WeightProblem& /*problem*/) {
+  switch (family) {
+    case Family::hopper:
+    case Family::regroup:
+    case Family::dense:
+    case Family::interleaved:
+      return hopper::kGradient;
+    case Family::strided:
+    case Family::cluster:
+      return strided::kGradient;
+    case Family::ieee:
+    case Family::ieee_regroup:
+      return ieee::kGradient;
+    default:
+      return generic::kGradient;
   }
 }
 
@@ -74,7 +78,7 @@ template <typename Any>
 std::vector<Candidate<Config>> candidates_of(const Any& problem, const Machine& machine) {
   std::vector<Candidate<Config>> list;
   for (const Config& config : all_configs(problem, machine)) {
-    const Functions<Any> family = functions_of<Any>(config.family);
+    const Functions<Any>& family = functions_of(config.family, problem);
     if (family.fits(problem, config, machine)) {
       list.push_back({config, cost::kLaunch + family.cost(problem, config, machine)});
     }
@@ -135,7 +139,7 @@ void explain_launch(const Any& problem, const Config& config, Context& context) 
   text.back() = ')';
   text += std::string(" ") + fretwork::name_of(problem.dtype) + ", " + std::to_string(problem.batch) + " rows";
   explain(context, text, std::move(list), text_of(config),
-          [&] { functions_of<Any>(config.family).launch(problem, config, context); });
+          [&] { functions_of(config.family, problem).launch(problem, config, context); });
 }
 
 template <typename Any>
@@ -143,7 +147,7 @@ void launch(const Any& problem, const Config& config, Context& context) {
   if (explains()) [[unlikely]] {
     return explain_launch(problem, config, context);
   }
-  functions_of<Any>(config.family).launch(problem, config, context);
+  functions_of(config.family, problem).launch(problem, config, context);
 }
 
 template <typename Any>
@@ -155,7 +159,7 @@ void run_cheapest_kernel(const Any& problem, Context& context) {
 template <typename Any>
 bool run_config(const Any& problem, Context& context, const Config& config) {
   const driver::DeviceScope scope(context.device.index);
-  if (!functions_of<Any>(config.family).fits(problem, config, machine_of(context))) {
+  if (!functions_of(config.family, problem).fits(problem, config, machine_of(context))) {
     return false;
   }
   launch(problem, config, context);

@@ -122,10 +122,11 @@ std::vector<std::int64_t> to_dense_shape(const ConstTensorView& w) {
   return {pattern->rows(), pattern->cols()};
 }
 
-std::vector<std::int64_t> from_dense_shape(const ConstTensorView& dense, const KroneckerPattern::Sizes& sizes) {
+std::vector<std::int64_t> from_dense_shape(const ConstTensorView& dense, const KroneckerPtr& pattern) {
   check_floating("from_dense", "dense", dense);
-  check_dense("from_dense", dense, *KroneckerPattern::make(sizes));
-  return {sizes.a, sizes.b, sizes.c, sizes.d};
+  check_dense("from_dense", dense, check_pattern("from_dense", "pattern", pattern));
+  const auto& [a, b, c, d] = pattern->sizes();
+  return {a, b, c, d};
 }
 
 void to_dense(const ConstTensorView& w, const TensorView& dense, Context& context) {

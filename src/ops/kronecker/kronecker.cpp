@@ -1,5 +1,7 @@
-// Kronecker products: argument checks, the problem that backends receive, and the choice of backend.
+// Kronecker products and chains of them: argument checks, the problem that backends receive, the choice of backend, and
+// the plan of a chain in words.
 #include <algorithm>
+#include <charconv>
 #include <cstdlib>
 #include <optional>
 #include <string>
@@ -7,11 +9,12 @@
 #include <vector>
 
 #include "fretwork/error.h"
-#include "ops/kronecker/chain.h"
 #include "ops/kronecker/config.h"
 #include "ops/kronecker/cuda/families.h"
 #include "ops/kronecker/problem.h"
 #include "pattern/checks.h"
+#include "runtime/cuda_driver.h"
+#include "runtime/kernels.h"
 
 namespace fretwork {
 namespace kronecker {
@@ -134,7 +137,7 @@ void ksmm_backward_weight(const ConstTensorView& x, const ConstTensorView& d_out
     check_like(kOp, {"d_bias", *d_bias}, {"x", x});
     problem.d_bias = {d_bias->data, d_bias->stride(0)};
   }
-  context.device.type == DeviceType::cuda ? cuda::run(problem, context) : cpu::run(problem, context);
+  context.device.type == DeviceType::cuda ? kronecker::cuda::run(problem, context) : cpu::run(problem, context);
 }
 
 namespace {
@@ -170,6 +173,18 @@ std::vector<Problem> check_chain(const ConstTensorView& x, std::span<const Const
   return problems;
 }
 
+/// Steps of a chain, each up to which factor: one by itself, or on a GPU two that fit one kernel. With a few rows every
+/// factor reads its weights once, as they lie, where the fused kernel packs them first.
+std::vector<std::size_t> steps(std::span<const Problem> factors, const std::optional<Machine>& machine) {
+  std::vector<std::size_t> ends;
+  for (std::size_t n = 0; n < factors.size(); n = ends.back()) {
+    const bool two = machine && n + 1 < factors.size() && factors[n].batch > kFewRows &&
+                     chain::fits(factors[n], factors[n + 1], *machine);
+    ends.push_back(n + (two ? 2 : 1));
+  }
+  return ends;
+}
+
 }  // namespace
 
 void ksmm_chain(const ConstTensorView& x, std::span<const ConstTensorView> weights, const TensorView& out,
@@ -178,16 +193,12 @@ void ksmm_chain(const ConstTensorView& x, std::span<const ConstTensorView> weigh
   if (x.size(0) == 0) {
     return;
   }
-  // Steps end after `ends[n]` factors. Two buffers take turns between them. Of a few rows every factor reads its
-  // weights once, as they lie, where a fused kernel packs them first.
-  std::vector<std::size_t> ends;
-  std::int64_t widest = 0;
-  for (std::size_t n = 0; n < problems.size(); n = ends.back()) {
-    const bool two = n + 1 < problems.size() && context.device.type == DeviceType::cuda && x.size(0) > few::kMostRows &&
-                     chain::cuda::fuses(problems[n], problems[n + 1], context);
-    ends.push_back(n + (two ? 2 : 1));
-    const Sizes& s = problems[ends.back() - 1].sizes;
-    widest = ends.back() < problems.size() ? std::max(widest, s.a * s.b * s.d) : widest;
+  const bool on_cuda = context.device.type == DeviceType::cuda && problems.size() > 1;
+  const std::vector<std::size_t> ends = steps(problems, on_cuda ? std::optional(machine_of(context)) : std::nullopt);
+  std::int64_t widest = 0;  // two buffers of so many features take turns between steps
+  for (std::size_t n = 0; n + 1 < ends.size(); ++n) {
+    const Sizes& s = problems[ends[n] - 1].sizes;
+    widest = std::max(widest, s.a * s.b * s.d);
   }
   const std::size_t bytes = static_cast<std::size_t>(x.size(0) * widest) * size_of(x.dtype);
   const Workspace one(context, bytes), two(context, ends.size() > 2 ? bytes : 0);
@@ -196,11 +207,109 @@ void ksmm_chain(const ConstTensorView& x, std::span<const ConstTensorView> weigh
       problems[ends[n] - 1].y.data = problems[ends[n]].x.data = (n % 2 == 0 ? one : two).data();
     }
     if (ends[n] - begin == 2) {
-      chain::cuda::run(problems[begin], problems[begin + 1], context);
+      chain::launch(problems[begin], problems[begin + 1], context);
     } else {
       run(problems[begin], context);
     }
   }
 }
 
+namespace kronecker {
+namespace {
+
+/// The number from `from` on, which a letter may follow; −1 where there is none.
+int number_at(const std::string& text, std::size_t from) {
+  int number = -1;
+  const char* const end = text.data() + text.size();
+  const auto [rest, error] = std::from_chars(text.data() + std::min(from, text.size()), end, number);
+  const bool whole = rest == end || (rest + 1 == end && *rest >= 'a' && *rest <= 'z');
+  return error == std::errc() && whole ? number : -1;
+}
+
+/// "cuda:1" as the architecture that this GPU's kernels are chosen by.
+std::string named_arch(const std::string& arch) {
+  if (arch.starts_with("cuda:") && number_at(arch, 5) >= 0) {
+    return fretwork::cuda::kernel_arch(number_at(arch, 5));
+  }
+  if (arch.starts_with("sm_") && number_at(arch, 3) >= 0 && number_at(arch, 3) < kLeastArch) {
+    throw Error("plan", "arch", "sm_75 or later, as NVRTC 13 compiles for no older GPU", arch);
+  }
+  if (arch != "cpu" && !(arch.starts_with("sm_") && number_at(arch, 3) >= 0)) {
+    throw Error("plan", "arch", "cpu, a GPU such as cuda:0, or an architecture such as sm_90a", arch);
+  }
+  return arch;
+}
+
+/// A factor with contiguous operands, as aligned as they can be.
+Problem contiguous(const Sizes& s, std::int64_t batch, DType dtype, bool last) {
+  alignas(256) static std::byte nothing[1];  // is only looked at for its alignment
+  Problem problem;
+  problem.sizes = s;
+  problem.batch = batch;
+  problem.dtype = dtype;
+  problem.last = last;
+  problem.x = {nothing, last ? 1 : s.a * s.c * s.d, last ? batch : 1};
+  problem.y = {nothing, last ? 1 : s.a * s.b * s.d, last ? batch : 1};
+  problem.w = {nothing, s.b * s.c * s.d, s.c * s.d, s.d, 1};
+  return problem;
+}
+
+/// The kernel that one factor runs on, by its name in configs.
+std::string kernel_of(const Problem& problem, const std::optional<Machine>& machine) {
+  if (!machine) {
+    return "cpu";
+  }
+  if (problem.dtype == DType::f32) {
+    return "fp32";  // by the precision: on FFMA, or on the tensor cores
+  }
+  const auto candidates = cuda::candidates(problem, *machine);
+  return std::string(columns_of(cheapest<Config>(candidates).config).kernel);
+}
+
+void check_chain(std::span<const KroneckerPtr> patterns) {
+  for (std::size_t n = 0; n < patterns.size(); ++n) {
+    const std::string name = "patterns[" + std::to_string(n) + "]";
+    const std::int64_t cols = check_pattern("plan", name.c_str(), patterns[n]).cols();
+    if (n > 0 && patterns[n - 1]->rows() != cols) {
+      throw Error("plan", name, std::to_string(patterns[n - 1]->rows()) + " in features (a·c·d), as come before it",
+                  std::to_string(cols));
+    }
+  }
+}
+
+}  // namespace
+
+std::vector<std::string> plan(std::span<const KroneckerPtr> patterns, const std::string& arch, DType dtype, bool last,
+                              std::int64_t batch) {
+  constexpr std::int64_t kMany = 4096;
+  check_chain(patterns);
+  if (!is_floating(dtype)) {
+    throw Error("plan", "dtype", "float64, float32, float16 or bfloat16", name_of(dtype));
+  }
+  if (batch < 0) {
+    throw Error("plan", "batch", "at least 0", std::to_string(batch));
+  }
+  const std::string named = named_arch(arch);
+  const auto machine = named == "cpu" ? std::nullopt : std::optional(typical_machine(named));
+  std::vector<Problem> factors;
+  for (const KroneckerPtr& pattern : patterns) {
+    factors.push_back(contiguous(pattern->sizes(), batch > 0 ? batch : kMany, dtype, last));
+  }
+  std::vector<std::string> lines;
+  std::size_t first = 0;
+  for (const std::size_t end : steps(factors, machine)) {
+    if (end - first == 1) {
+      lines.push_back(std::to_string(first) + ": " + kernel_of(factors[first], machine));
+    } else {
+      const chain::Monarch m = *chain::fuse(factors[first].sizes, factors[first + 1].sizes);
+      const std::string cluster = m.ranks > 1 ? ", clusters of " + std::to_string(m.ranks) : "";
+      lines.push_back(std::to_string(first) + "+" + std::to_string(first + 1) + ": fused" + cluster + ", " +
+                      std::to_string(chain::Monarch::kRows) + " rows");
+    }
+    first = end;
+  }
+  return lines;
+}
+
+}  // namespace kronecker
 }  // namespace fretwork

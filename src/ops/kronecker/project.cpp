@@ -15,6 +15,7 @@
 #include "fretwork/error.h"
 #include "fretwork/ops.h"
 #include "fretwork/tensor.h"
+#include "pattern/checks.h"
 
 namespace fretwork::kronecker {
 namespace {
@@ -25,35 +26,33 @@ constexpr const char* kOp = "project";
 
 std::size_t count(const Sizes& s) { return static_cast<std::size_t>(s.a * s.b * s.c * s.d); }
 
-std::int64_t rows_of(const Sizes& s) { return s.a * s.b * s.d; }
-std::int64_t cols_of(const Sizes& s) { return s.a * s.c * s.d; }
-
 std::int64_t place(const Sizes& s, std::int64_t i, std::int64_t j, std::int64_t k, std::int64_t l) {
   return ((i * s.b + j) * s.c + k) * s.d + l;
 }
 
 /// The patterns of the products patterns[n]·…·patterns[0].
-std::vector<Sizes> products(std::span<const Sizes> patterns) {
+std::vector<KroneckerPtr> products(std::span<const KroneckerPtr> patterns) {
   if (patterns.empty()) {
     throw Error(kOp, "patterns", "at least one", "none");
   }
-  std::vector<Sizes> all;
+  std::vector<KroneckerPtr> all;
   for (std::size_t n = 0; n < patterns.size(); ++n) {
-    const auto pattern = KroneckerPattern::make(patterns[n]);
+    const std::string name = "patterns[" + std::to_string(n) + "]";
+    const KroneckerPattern& pattern = check_pattern(kOp, name.c_str(), patterns[n]);
     if (n > 0 && !chainable(patterns[n], all.back())) {
-      throw Error(kOp, "patterns[" + std::to_string(n) + "]",
-                  "one that chains with what is applied before it, " + KroneckerPattern::make(all.back())->text() +
+      throw Error(kOp, name,
+                  "one that chains with what is applied before it, " + all.back()->text() +
                       ": equal features between them, its a a divisor and its d a multiple of those, and its inner "
                       "rank whole",
-                  pattern->text());
+                  pattern.text());
     }
     all.push_back(n > 0 ? product(patterns[n], all.back()) : patterns[n]);
   }
   return all;
 }
 
-void check_dense(std::span<const double> dense, std::int64_t rows, std::int64_t cols, const Sizes& whole) {
-  const std::int64_t given[] = {rows, cols}, wanted[] = {rows_of(whole), cols_of(whole)};
+void check_dense(std::span<const double> dense, std::int64_t rows, std::int64_t cols, const KroneckerPattern& whole) {
+  const std::int64_t given[] = {rows, cols}, wanted[] = {whole.rows(), whole.cols()};
   if (rows != wanted[0] || cols != wanted[1]) {
     throw Error(kOp, "dense", shape_text(wanted) + " as the patterns have it", shape_text(given));
   }
@@ -77,10 +76,12 @@ double scale_of(std::span<const double> dense) {
 }
 
 /// What of scale·dense lies inside the pattern, as weights; `outside` gets the sum of squares of the rest.
-std::vector<double> masked(std::span<const double> dense, const Sizes& s, double scale, double& outside) {
+std::vector<double> masked(std::span<const double> dense, const KroneckerPattern& pattern, double scale,
+                           double& outside) {
+  const Sizes& s = pattern.sizes();
   std::vector<double> w(count(s));
-  const std::int64_t cols = cols_of(s);
-  for (std::int64_t row = 0; row < rows_of(s); ++row) {
+  const std::int64_t cols = pattern.cols();
+  for (std::int64_t row = 0; row < pattern.rows(); ++row) {
     const std::int64_t i = row / (s.b * s.d), j = row / s.d % s.b, l = row % s.d, first = i * s.c * s.d;
     for (std::int64_t col = 0; col < cols; ++col) {
       const double v = scale * dense[static_cast<std::size_t>(row * cols + col)];
@@ -121,10 +122,10 @@ Singular svd(const Matrix& t) {
 /// go to `right`, or by their roots to both.
 class Split {
  public:
-  Split(const Sizes& left, const Sizes& right, const std::vector<double>& whole, bool share)
-      : l_(left), r_(right), m_(product(left, right)), whole_(whole), share_(share) {
-    first.resize(count(left));
-    second.resize(count(right));
+  Split(const KroneckerPtr& left, const KroneckerPtr& right, const std::vector<double>& whole, bool share)
+      : l_(left->sizes()), r_(right->sizes()), m_(product(left, right)->sizes()), whole_(whole), share_(share) {
+    first.resize(count(l_));
+    second.resize(count(r_));
   }
 
   double run(Executor& executor) {
@@ -196,22 +197,22 @@ void balance(std::span<std::vector<double>> weights, double scale) {
 
 }  // namespace
 
-double project(std::span<const double> dense, std::int64_t rows, std::int64_t cols, std::span<const Sizes> patterns,
-               std::span<std::vector<double>> weights, Executor& executor) {
-  const std::vector<Sizes> whole = products(patterns);
-  check_dense(dense, rows, cols, whole.back());
+double project(std::span<const double> dense, std::int64_t rows, std::int64_t cols,
+               std::span<const KroneckerPtr> patterns, std::span<std::vector<double>> weights, Executor& executor) {
+  const std::vector<KroneckerPtr> whole = products(patterns);
+  check_dense(dense, rows, cols, *whole.back());
   if (weights.size() != patterns.size()) {
     throw Error(kOp, "weights", std::to_string(patterns.size()), std::to_string(weights.size()));
   }
   for (std::size_t n = 0; n < patterns.size(); ++n) {
-    weights[n].assign(count(patterns[n]), 0.0);
+    weights[n].assign(count(patterns[n]->sizes()), 0.0);
   }
   const double scale = scale_of(dense);
   if (scale <= 0) {
     return 0.0;
   }
   double error = 0;
-  std::vector<double> rest = masked(dense, whole.back(), scale, error);
+  std::vector<double> rest = masked(dense, *whole.back(), scale, error);
   const double total = error + Eigen::Map<const Eigen::VectorXd>(rest.data(), std::ssize(rest)).squaredNorm();
   for (std::size_t n = patterns.size(); --n > 0;) {
     Split split(patterns[n], whole[n - 1], rest, n == 1);
@@ -224,7 +225,7 @@ double project(std::span<const double> dense, std::int64_t rows, std::int64_t co
     balance(weights, scale);
   } else {
     double unused = 0;
-    weights[0] = masked(dense, whole.back(), 1.0, unused);  // exactly the elements, whatever scaling does to tiny ones
+    weights[0] = masked(dense, *whole.back(), 1.0, unused);  // exactly the elements, whatever scaling does to tiny ones
   }
   return std::sqrt(error / total);
 }

@@ -1,11 +1,13 @@
 // Host side of the kernels that fuse two factors: which problems fit, tensor maps, launches.
-#include "ops/kronecker/chain.h"
-
 #include <algorithm>
 #include <bit>
 #include <limits>
+#include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "ops/kronecker/cuda/families.h"
 #include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
@@ -17,35 +19,24 @@ namespace driver = fretwork::cuda;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
 
-std::string numbers(const Monarch& m) {
-  std::string text;
-  for (const int n : {m.q, m.r, m.s, m.p, m.ranks, m.first_warps, m.second_warps}) {
-    text += (text.empty() ? "" : ", ") + std::to_string(n);
-  }
-  return text;
-}
 KernelSpec fused_instance(const Monarch& m, DType dtype) {
-  return {"ops/kronecker/cuda/chain.cuh",
-          std::string("fretwork::kronecker::chain::fused<") + device_type(dtype) + ", " + numbers(m) + ", " +
-              std::to_string(m.exchange) + ">",
-          m.shared()};
+  return kernel_spec("chain", m.shared(), "chain::fused", dtype, m.q, m.r, m.s, m.p, m.ranks, m.first_warps,
+                     m.second_warps, m.exchange);
 }
 /// Whether warpgroups can multiply it.
 bool wide(const Monarch& m) { return m.q == 64 && m.r == 64 && m.s == 64 && m.p == 64; }
-KernelSpec pack_instance(const std::string& order) {
-  return {"ops/kronecker/cuda/pack.cuh", "fretwork::kronecker::chain::pack<fretwork::kronecker::chain::" + order + ">"};
+KernelSpec fused_pack_instance(const Monarch& m) {
+  return kernel_spec("pack", 0, "chain::pack",
+                     instance("chain::FusedOrder", m.q, m.r, m.s, m.p, m.ranks, m.first_warps, m.second_warps));
 }
-KernelSpec fused_pack_instance(const Monarch& m) { return pack_instance("FusedOrder<" + numbers(m) + ">"); }
-KernelSpec wide_pack_instance() { return pack_instance("WideOrder"); }
-
-KernelSpec wide_instance(DType dtype) {
-  return {"ops/kronecker/cuda/chain_wide.cuh",
-          std::string("fretwork::kronecker::chain::fused_wide<") + device_type(dtype) + ">", Wide::kShared};
+KernelSpec wide_pack_instance() {
+  return kernel_spec("pack", 0, "chain::pack", "fretwork::kronecker::chain::WideOrder");
 }
+KernelSpec wide_instance(DType dtype) { return kernel_spec("chain_wide", Wide::kShared, "chain::fused_wide", dtype); }
 
 /// With CTAs that swap results, where there is room for it: pairs of CTAs, and the fewest warps, each with more of the
 /// weights, were the fastest on an H200.
-Monarch arranged(const Monarch& m, const cuda::Arrangement& a) {
+Monarch arranged(const Monarch& m, const Arrangement& a) {
   Monarch with = m;
   with.exchange = std::min(m.ranks, a.exchange > 0 ? a.exchange : 2);
   with.first_warps = a.first_warps > 0 ? a.first_warps : 4;
@@ -122,13 +113,29 @@ void run_wide(const Problem& first, const Problem& second, const Monarch& m, Con
 
 }  // namespace
 
-bool cuda::fuses(const Problem& first, const Problem& second, const Context& context) {
-  const bool type = first.dtype == DType::f16 || first.dtype == DType::bf16;
-  return type && first.batch < kMost && in_rows(first.x) && in_rows(second.y) &&
-         fuse(first.sizes, second.sizes).has_value() && driver::kernel_arch(context.device.index) == "sm_90a";
+std::optional<Monarch> fuse(const Sizes& first, const Sizes& second) {
+  constexpr std::int64_t kMost = 1 << 12;
+  const bool monarch = first.d == 1 && second.a == 1 && second.c == first.a && second.d == first.b;
+  if (!monarch || std::max({first.a, first.b, first.c, second.b}) > kMost) {
+    return std::nullopt;
+  }
+  const auto n = [](std::int64_t size) { return static_cast<int>(size); };
+  for (const int ranks : {1, 2, 4, 8}) {
+    const Monarch m{n(first.a), n(first.c), n(first.b), n(second.b), ranks, 1};
+    if (m.valid()) {
+      return m;
+    }
+  }
+  return std::nullopt;
 }
 
-void cuda::run(const Problem& first, const Problem& second, Context& context, const Arrangement& arrangement) {
+bool fits(const Problem& first, const Problem& second, const Machine& machine) {
+  const bool type = first.dtype == DType::f16 || first.dtype == DType::bf16;
+  return type && machine.arch == "sm_90a" && first.batch < kMost && in_rows(first.x) && in_rows(second.y) &&
+         fuse(first.sizes, second.sizes).has_value();
+}
+
+void launch(const Problem& first, const Problem& second, Context& context, const Arrangement& arrangement) {
   const driver::DeviceScope scope(context.device.index);
   const bool free = arrangement.exchange == 0 && arrangement.first_warps == 0 && arrangement.second_warps == 0;
   const Monarch plain = *fuse(first.sizes, second.sizes);

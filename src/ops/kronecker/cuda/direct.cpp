@@ -36,20 +36,11 @@ constexpr KernelConfig kConfigs[] = {{1, {1, 1, 2}, {1, 1, 2}}, {2, {2, 1, 2}, {
                                      {8, {1, 1, 2}, {1, 1, 2}}};
 constexpr DType kTypes[] = {DType::f16, DType::bf16};
 
-std::string shares(const KernelConfig& config) {
-  std::string text;
-  for (const int number :
-       {config.few.steps, config.few.m, config.few.n, config.more.steps, config.more.m, config.more.n}) {
-    text += ", " + std::to_string(number);
-  }
-  return text;
-}
 /// `first` is for layers whose batch is first.
-KernelSpec instance(DType dtype, const KernelConfig& config, bool first) {
-  return {"ops/kronecker/cuda/direct.cuh",
-          std::string("fretwork::kronecker::direct::product<") + device_type(dtype) + ", " + std::to_string(config.v) +
-              shares(config) + (first ? ", true>" : ", false>"),
-          KernelSpec::kBySize};
+KernelSpec spec_of(DType dtype, const KernelConfig& config, bool first) {
+  const auto& [v, few, more] = config;
+  return kernel_spec("direct", KernelSpec::kBySize, "direct::product", dtype, v, few.steps, few.m, few.n, more.steps,
+                     more.m, more.n, first);
 }
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
@@ -58,8 +49,8 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
       continue;
     }
     for (const KernelConfig& config : kConfigs) {
-      list.push_back(instance(dtype, config, false));
-      list.push_back(instance(dtype, config, true));
+      list.push_back(spec_of(dtype, config, false));
+      list.push_back(spec_of(dtype, config, true));
     }
   }
   return list;
@@ -277,8 +268,6 @@ bool in_pieces(const Problem& p, int multiprocessors) {
   return can_be_pieces(p) && piece_cost(p, multiprocessors) < plain_cost(p, multiprocessors);
 }
 
-}  // namespace
-
 bool fits(const Problem& p, const Config& /*config*/, const Machine& machine) {
   const std::size_t index = index_of(p.sizes);
   if (std::ranges::find(kTypes, p.dtype) == std::end(kTypes) || index == std::size(kConfigs) || p.batch > kMostRows ||
@@ -313,7 +302,7 @@ void launch(const Problem& p, const Config& /*config*/, Context& context) {
   params.apart = true;
   const bool first = is_first(params, p);
   const Kernel& kernel = kernels.get(2 * (type * std::size(kConfigs) + index) + (first ? 1 : 0), context.device.index,
-                                     [&] { return instance(p.dtype, cut.config, first); });
+                                     [&] { return spec_of(p.dtype, cut.config, first); });
   if (in_pieces(p, multiprocessors)) {
     run_pieces(kernel, p, context);
   } else if (const Tile tile = tile_of(p, params, cut, context); tile.rows > 0) {
@@ -322,5 +311,9 @@ void launch(const Problem& p, const Config& /*config*/, Context& context) {
     kernel.launch(cut.ctas(p.sizes), 32 * cut.warps(), cut.bytes(), &params, context.stream);
   }
 }
+
+}  // namespace
+
+constinit const Functions<Problem> kProduct{fits, cost, launch};
 
 }  // namespace fretwork::kronecker::direct

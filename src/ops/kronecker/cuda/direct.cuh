@@ -12,11 +12,6 @@
 
 namespace fretwork::kronecker::direct {
 
-/// Element e (0 or 1) of two words, as a word.
-__device__ __forceinline__ u32 pair_of(u32 first, u32 second, int e) {
-  return __byte_perm(first, second, e != 0 ? 0x7632 : 0x5410);
-}
-
 /// The transpose of an 8 × 8 matrix of 16-bit entries, whose row lane / 4 lies in four lanes.
 __device__ __forceinline__ u32 transposed(u32 from) {
   u32 to;
@@ -108,7 +103,7 @@ __device__ __forceinline__ u32 fragment(const u32 (&words)[kWords<V>], int e, in
   if constexpr (V == 1) {
     return words[2 * e + half];
   } else {
-    return pair_of(words[half * V + e / 2], words[half * V + V / 2 + e / 2], e % 2);
+    return pair_halves(words[half * V + e / 2], words[half * V + V / 2 + e / 2], e % 2);
   }
 }
 /// The k of such an entry, from the lane's first one, and its l.
@@ -582,7 +577,7 @@ __device__ __forceinline__ void multiply_piece(const Params& p, Four* parts) {
         }
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          mma_sync<T>(sums[e], left[s], pair_of(lines[0], lines[1], e), pair_of(lines[2], lines[3], e));
+          mma_sync<T>(sums[e], left[s], pair_halves(lines[0], lines[1], e), pair_halves(lines[2], lines[3], e));
         }
       }
     }

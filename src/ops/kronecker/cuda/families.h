@@ -1,17 +1,40 @@
-// The kernel families of the Kronecker products on a GPU. Each says which configs fit a problem, what they cost in
-// microseconds (runtime/cost.h, without the launch that every call has), and launches one that fits. choose.cpp lists
-// and compares them. A weight gradient's launch computes the bias gradient too.
+// The kernel families of the Kronecker products on a GPU, which choose.cpp lists and compares, and what they share.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "ops/kronecker/config.h"
 #include "ops/kronecker/cuda/params.h"
 #include "runtime/choose.h"
+#include "runtime/kernels.h"
 
 namespace fretwork::kronecker {
+
+constexpr int narrowed(std::int64_t value) { return static_cast<int>(value); }
+inline int bytes_of(DType dtype) { return static_cast<int>(size_of(dtype)); }
+
+/// A template argument as text.
+inline std::string argument(DType dtype) { return device_type(dtype); }
+inline std::string argument(bool flag) { return flag ? "true" : "false"; }
+inline std::string argument(int number) { return std::to_string(number); }
+inline std::string argument(const std::string& name) { return name; }
+inline std::string argument(const char* name) { return name; }
+/// "name<fretwork::f16, 64, true>" in fretwork::kronecker.
+template <typename... Arguments>
+std::string instance(const std::string& name, const Arguments&... arguments) {
+  std::string text;
+  ((text += (text.empty() ? "" : ", ") + argument(arguments)), ...);
+  return "fretwork::kronecker::" + name + "<" + text + ">";
+}
+/// A kernel of the file `file`.cuh, with so many bytes of dynamic shared memory.
+template <typename... Arguments>
+KernelSpec kernel_spec(const char* file, int shared, const std::string& name, const Arguments&... arguments) {
+  return {std::string("ops/kronecker/cuda/") + file + ".cuh", instance(name, arguments...), shared};
+}
 
 /// Whether the tensor cores of an architecture multiply a 16-bit type.
 inline bool has_mma(DType dtype, int arch) {
@@ -21,17 +44,22 @@ inline bool has_mma(DType dtype, int arch) {
 /// Up to so many batch rows are "a few": memory's latency counts, and weights are read once.
 inline constexpr std::int64_t kFewRows = 32;
 
+/// What a family is, for products or for gradients: whether a config fits, what it takes, in microseconds without the
+/// launch that every call has, and running one that fits. A gradient's launch computes the bias gradient too.
+template <typename Any>
+struct Functions {
+  bool (*fits)(const Any&, const Config&, const Machine&);
+  double (*cost)(const Any&, const Config&, const Machine&);
+  void (*launch)(const Any&, const Config&, Context&);
+};
+
 /// TMA and wgmma on sm_90a, 16-bit types and tf32. Operands as they lie (`hopper`), rows brought into groups of one δ
 /// (`regroup`), the d products of a block as one dense matrix (`dense`), all δ of a row at once (`interleaved`, tf32).
 /// `first` is the number of columns of a tile, one of widths().
 namespace hopper {
 std::span<const int> widths();
-bool fits(const Problem& problem, const Config& config, const Machine& machine);
-double cost(const Problem& problem, const Config& config, const Machine& machine);
-void launch(const Problem& problem, const Config& config, Context& context);
-bool fits(const WeightProblem& problem, const Config& config, const Machine& machine);
-double cost(const WeightProblem& problem, const Config& config, const Machine& machine);
-void launch(const WeightProblem& problem, const Config& config, Context& context);
+extern const Functions<Problem> kProduct;
+extern const Functions<WeightProblem> kGradient;
 }  // namespace hopper
 
 /// Tensor cores on sm_80 and later, batch first with d > 1: neighbouring δ stay together from memory to fragments. CTAs
@@ -39,52 +67,51 @@ void launch(const WeightProblem& problem, const Config& config, Context& context
 /// sm_90a, 16-bit types).
 namespace strided {
 std::vector<Config> configs(DType dtype, Precision precision);
-bool fits(const Problem& problem, const Config& config, const Machine& machine);
-double cost(const Problem& problem, const Config& config, const Machine& machine);
-void launch(const Problem& problem, const Config& config, Context& context);
-bool fits(const WeightProblem& problem, const Config& config, const Machine& machine);
-double cost(const WeightProblem& problem, const Config& config, const Machine& machine);
-void launch(const WeightProblem& problem, const Config& config, Context& context);
+extern const Functions<Problem> kProduct;
+extern const Functions<WeightProblem> kGradient;
 }  // namespace strided
 
 /// Up to 32 batch rows, any strides: one pass over the weights as they lie; 16-bit types with d even up to 256, reading
 /// them again for every 16.
 namespace few {
 inline constexpr std::int64_t kMostRows = kFewRows, kMostTileRows = 256;
-bool fits(const Problem& problem, const Config& config, const Machine& machine);
-double cost(const Problem& problem, const Config& config, const Machine& machine);
-void launch(const Problem& problem, const Config& config, Context& context);
+extern const Functions<Problem> kProduct;
 }  // namespace few
 
 /// Up to 256 batch rows of 16-bit types with d = 1, 2, 4 or a multiple of 8, weights as they lie: loads go straight to
 /// the fragments of an mma.
 namespace direct {
 inline constexpr std::int64_t kMostRows = 256;
-bool fits(const Problem& problem, const Config& config, const Machine& machine);
-double cost(const Problem& problem, const Config& config, const Machine& machine);
-void launch(const Problem& problem, const Config& config, Context& context);
+extern const Functions<Problem> kProduct;
 }  // namespace direct
 
 /// Exact fp32 in large tiles on FFMA (sm_80 and later): operands as they lie, or regrouped (`ieee_regroup`).
 namespace ieee {
-bool fits(const Problem& problem, const Config& config, const Machine& machine);
-double cost(const Problem& problem, const Config& config, const Machine& machine);
-void launch(const Problem& problem, const Config& config, Context& context);
-bool fits(const WeightProblem& problem, const Config& config, const Machine& machine);
-double cost(const WeightProblem& problem, const Config& config, const Machine& machine);
-void launch(const WeightProblem& problem, const Config& config, Context& context);
+extern const Functions<Problem> kProduct;
+extern const Functions<WeightProblem> kGradient;
 }  // namespace ieee
 
 /// Any type, stride and architecture: `portable` on the tensor cores, `simple` on FFMA. A gradient takes the one that
 /// fits.
 namespace generic {
-bool fits(const Problem& problem, const Config& config, const Machine& machine);
-double cost(const Problem& problem, const Config& config, const Machine& machine);
-void launch(const Problem& problem, const Config& config, Context& context);
-bool fits(const WeightProblem& problem, const Config& config, const Machine& machine);
-double cost(const WeightProblem& problem, const Config& config, const Machine& machine);
-void launch(const WeightProblem& problem, const Config& config, Context& context);
+extern const Functions<Problem> kProduct;
+extern const Functions<WeightProblem> kGradient;
 }  // namespace generic
+
+/// Two neighbouring factors of a chain as one kernel, if they are a Monarch matrix (sm_90a, 16-bit types, batch first).
+/// The intermediate never exists in memory.
+namespace chain {
+/// How the fused kernel divides two factors, with the fewest CTAs in a cluster; nothing where it cannot take them.
+std::optional<Monarch> fuse(const Sizes& first, const Sizes& second);
+/// Whether `second`, which reads what `first` writes, can run with it.
+bool fits(const Problem& first, const Problem& second, const Machine& machine);
+/// Of the fused kernel's work, as a Monarch has it; 0 takes what was the fastest, and all of them 0 the faster kernel
+/// of two.
+struct Arrangement {
+  int exchange = 0, first_warps = 0, second_warps = 0;
+};
+void launch(const Problem& first, const Problem& second, Context& context, const Arrangement& arrangement = {});
+}  // namespace chain
 
 /// Bytes of x and y (or d_y), and of the weights, for costs.
 inline double batch_bytes(const Sizes& s, std::int64_t batch, DType dtype) {
@@ -100,11 +127,23 @@ inline double moved_bytes(const Problem& p) {
 /// What the generic and the exact fp32 kernels are told of a product, but for where its operands lie.
 ProductParams product_params(const Problem& problem);
 
-/// Adds `pieces` of fp32 (or fp64) sums of `sizes`, which follow each other at `from`, into the strided `to`.
-void sum_pieces(const void* from, std::int64_t pieces, DType dtype, void* to, const std::int64_t (&sizes)[4],
-                const std::int64_t (&strides)[4], Context& context);
-/// The gradient of the bias, if it is wanted, in a pass of its own.
-void sum_batch(const WeightProblem& problem, Context& context);
+/// Pieces of a gradient in the type of sums (fp32, or fp64), one after the other.
+struct PartialSums {
+  const void* weights;
+  std::int64_t pieces;
+  bool matrices;     ///< in the order (a,d,b,c), else (a,b,c,d)
+  const void* bias;  ///< or null
+  std::int64_t bias_pieces;
+};
+/// Adds them into d_w and d_bias, in a fixed order.
+void reduce(const WeightProblem& problem, const PartialSums& sums, Context& context);
+
+/// Sums of d_y over pieces of the batch, if the bias gradient is wanted, in a pass of their own.
+struct BatchSums {
+  std::int64_t pieces;
+  Workspace space;
+  BatchSums(const WeightProblem& problem, Context& context);
+};
 
 // ----------------------------------------------------------------------------------------------------
 // Copies into the orders that kernels read (pack.cpp).
@@ -112,7 +151,7 @@ void sum_batch(const WeightProblem& problem, Context& context);
 /// How the a·d matrices of packed weights lie: entries of a line are k, else j, and lines are `pitch` elements apart.
 struct Lines {
   bool along_k = true;
-  std::int64_t pitch = 0;  ///< a multiple of 16 bytes
+  std::int64_t pitch = 0;  ///< a multiple of 16 bytes, or the entries of a line
   bool tf32 = false;       ///< fp32 is rounded to it
 };
 
@@ -122,6 +161,10 @@ void pack(const Weights& w, const Sizes& s, DType dtype, const Lines& lines, voi
 
 /// The d products of a block as one dense matrix, with zeros between: to[i][line·d + l][entry·d + l].
 void pack_dense(const Weights& w, const Sizes& s, DType dtype, const Lines& lines, void* to, const Context& context);
+
+/// In the order of strided::PackParams, in groups of `deltas` δ.
+void pack_strided(const Problem& problem, int deltas, int slab, int slabs, int steps, bool turned, void* to,
+                  const Context& context);
 
 /// Launches `regroup` (pack.cuh) for elements of `bytes`.
 void regroup(const hopper::RegroupParams& params, int bytes, bool back, const Context& context);

@@ -38,16 +38,12 @@ constexpr int kDeltas[] = {8, 4, 2};
 int most_deltas(int arch) { return arch < 80 ? 4 : 8; }
 
 KernelSpec tile_instance(DType dtype, int v) {
-  return {"ops/kronecker/cuda/few.cuh",
-          std::string("fretwork::kronecker::few::product_tiles<") + device_type(dtype) + ", " + std::to_string(v) + ">",
-          KernelSpec::kBySize};
+  return kernel_spec("few", KernelSpec::kBySize, "few::product_tiles", dtype, v);
 }
-KernelSpec instance(DType dtype, const KernelConfig& config) {
+KernelSpec spec_of(DType dtype, const KernelConfig& config) {
   constexpr const char* kNames[] = {"kAlongL", "kAlongK", "kAlongJ"};
-  return {"ops/kronecker/cuda/few.cuh",
-          std::string("fretwork::kronecker::few::product<") + device_type(dtype) +
-              ", fretwork::kronecker::few::" + kNames[config.axis] + ", " + std::to_string(config.v) + ">",
-          KernelSpec::kBySize};
+  const std::string axis = std::string("fretwork::kronecker::few::") + kNames[config.axis];
+  return kernel_spec("few", KernelSpec::kBySize, "few::product", dtype, axis, config.v);
 }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
@@ -55,7 +51,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
   for (const DType dtype : kTypes) {
     for (const KernelConfig& config : kConfigs) {
-      list.push_back(instance(dtype, config));
+      list.push_back(spec_of(dtype, config));
     }
     for (const int v : kDeltas) {
       if (dtype != DType::f32 && has_mma(dtype, number) && v <= most_deltas(number)) {
@@ -341,7 +337,7 @@ void launch(const Params& params, const Problem& p, std::size_t index, std::int6
       .get(type * kOfType + index, context.device.index,
            [&] {
              return tiles ? tile_instance(p.dtype, kDeltas[index - std::size(kConfigs)])
-                          : instance(p.dtype, kConfigs[index]);
+                          : spec_of(p.dtype, kConfigs[index]);
            })
       .launch_clusters(grid * params.split, params.split, tiles ? kTileThreads : kThreads, static_cast<int>(shared),
                        &params, context.stream);
@@ -402,8 +398,6 @@ double thread_clocks(const Problem& p, int multiprocessors) {
          (single ? rows * double(p.sizes.c * tile.tile_l) / kThreads * kSingle : 0.0);
 }
 
-}  // namespace
-
 bool fits(const Problem& p, const Config& /*config*/, const Machine& machine) {
   const Sizes& s = p.sizes;
   const bool type = std::ranges::find(kTypes, p.dtype) != std::end(kTypes);
@@ -430,5 +424,9 @@ void launch(const Problem& p, const Config& /*config*/, Context& context) {
     run_threads(p, context);
   }
 }
+
+}  // namespace
+
+constinit const Functions<Problem> kProduct{fits, cost, launch};
 
 }  // namespace fretwork::kronecker::few

@@ -246,11 +246,6 @@ namespace fretwork::kronecker::few {
 /// neighbouring k.
 inline constexpr int kLanesK = 4;
 
-/// Element e (0 or 1) of two words, as a word.
-__device__ __forceinline__ u32 pair_of(u32 first, u32 second, int e) {
-  return __byte_perm(first, second, e != 0 ? 0x7632 : 0x5410);
-}
-
 struct alignas(16) Quad {
   u32 word[4];
 };
@@ -297,8 +292,8 @@ struct Run {
   __device__ __forceinline__ void store() const {
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
-      const Quad quad{pair_of(found[0][w], found[1][w], 0), pair_of(found[2][w], found[3][w], 0),
-                      pair_of(found[0][w], found[1][w], 1), pair_of(found[2][w], found[3][w], 1)};
+      const Quad quad{pair_halves(found[0][w], found[1][w], 0), pair_halves(found[2][w], found[3][w], 0),
+                      pair_halves(found[0][w], found[1][w], 1), pair_halves(found[2][w], found[3][w], 1)};
       *reinterpret_cast<Quad*>(to + 8 * w) = quad;
     }
   }
@@ -341,8 +336,8 @@ struct FourRows {
   __device__ __forceinline__ void store() const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const word_group<2> two{pair_of(found[0].words[i / 2], found[1].words[i / 2], i % 2),
-                              pair_of(found[2].words[i / 2], found[3].words[i / 2], i % 2)};
+      const word_group<2> two{pair_halves(found[0].words[i / 2], found[1].words[i / 2], i % 2),
+                              pair_halves(found[2].words[i / 2], found[3].words[i / 2], i % 2)};
       *reinterpret_cast<word_group<2>*>(to + i * kLanesK * pitch) = two;
     }
   }
@@ -546,8 +541,8 @@ __global__ void __launch_bounds__(kTileThreads, V == 8 ? 1 : 2) product_tiles(co
         for (int half = 0; half < 2; ++half) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            a[half][h] = pair_of(now[h][0].words[e / 2], now[h][1].words[e / 2], half);
-            a[half][h + 2] = pair_of(now[h][2].words[e / 2], now[h][3].words[e / 2], half);
+            a[half][h] = pair_halves(now[h][0].words[e / 2], now[h][1].words[e / 2], half);
+            a[half][h + 2] = pair_halves(now[h][2].words[e / 2], now[h][3].words[e / 2], half);
           }
         }
 #pragma unroll

@@ -8,6 +8,7 @@
 
 #include "ops/kronecker/cuda/families.h"
 #include "ops/kronecker/cuda/params.h"
+#include "runtime/alignment.h"
 #include "runtime/cost.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
@@ -17,13 +18,13 @@ namespace {
 
 namespace driver = fretwork::cuda;
 
-constexpr const char* kSource = "ops/kronecker/cuda/generic.cuh";
 constexpr std::int64_t kRows = 128, kStageDepth = 128;       // as the portable kernel has them
 constexpr std::int64_t kTile = 32, kDepth = 16, kLine = 36;  // as the simple kernel has them
 
 constexpr std::int64_t kMostPacked = std::numeric_limits<std::int32_t>::max() / 2;
 
-const char* sum_type(DType dtype) { return dtype == DType::f64 ? "double" : "float"; }
+/// `sums`: partial sums of a gradient.
+DType out_type(DType dtype, bool sums) { return sums && dtype != DType::f64 ? DType::f32 : dtype; }
 std::size_t sum_bytes(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
 
 /// Before sm_80 a CTA has 64 KB of shared memory.
@@ -38,24 +39,16 @@ std::int64_t portable_bytes(int cols, std::int64_t stages) {
   return std::max(stages * kStageDepth * (kRows + cols), 4 * (kRows + 4) * (cols + 1));
 }
 KernelSpec simple_spec(DType dtype, bool sums, int deltas, int warps) {
-  return {kSource,
-          std::string("fretwork::kronecker::product_simple<") + device_type(dtype) + ", " +
-              (sums ? sum_type(dtype) : device_type(dtype)) + ", " + std::to_string(deltas) + ", " +
-              std::to_string(warps) + ">",
-          static_cast<int>(simple_bytes(dtype, warps))};
+  return kernel_spec("generic", narrowed(simple_bytes(dtype, warps)), "product_simple", dtype, out_type(dtype, sums),
+                     deltas, warps);
 }
 /// `products` is 3 for tf32x3; `left`, `right`: depth is the operand's inner direction.
 KernelSpec portable_spec(DType dtype, bool sums, int products, int cols, int stages, bool left, bool right) {
-  const auto flag = [](bool f) { return f ? ", true" : ", false"; };
-  return {kSource,
-          std::string("fretwork::kronecker::product_portable<") + device_type(dtype) + ", " +
-              (sums ? sum_type(dtype) : device_type(dtype)) + ", " + std::to_string(products) + ", " +
-              std::to_string(cols) + ", " + std::to_string(stages) + flag(left) + flag(right) + ">",
-          static_cast<int>(portable_bytes(cols, stages))};
+  return kernel_spec("generic", narrowed(portable_bytes(cols, stages)), "product_portable", dtype,
+                     out_type(dtype, sums), products, cols, stages, left, right);
 }
-KernelSpec spec(const char* name, DType dtype) {
-  return {kSource, std::string("fretwork::kronecker::") + name + "<" + device_type(dtype) + ">"};
-}
+KernelSpec batch_spec(DType dtype) { return kernel_spec("generic", 0, "sum_batch", dtype); }
+KernelSpec reduce_spec(DType dtype, int wide) { return kernel_spec("generic", 0, "reduce", dtype, wide); }
 
 /// An operand of a·d products. `fast` is the axis with the least distance between neighbours.
 ProductOperand operand(void* data, std::int64_t i, std::int64_t l, std::int64_t line, std::int64_t entry, bool has_l) {
@@ -188,6 +181,8 @@ void run_portable(const Problem& problem, Context& context) {
   launch_portable(p, problem.dtype, false, context);
 }
 
+std::int64_t features_of(const WeightProblem& p) { return p.sizes.a * p.sizes.b * p.sizes.d; }
+
 /// Pieces of the batch that fill the machine `tiles` at a time, none shorter than 256.
 std::int64_t pieces_of(std::int64_t batch, std::int64_t tiles, int multiprocessors) {
   return std::clamp<std::int64_t>(std::min(ceil_div(2 * multiprocessors, tiles), batch / 256), 1, 256);
@@ -212,16 +207,12 @@ void run_gradient(const WeightProblem& problem, Context& context) {
   p.piece = ceil_div(std::max<std::int64_t>(problem.batch, 1), p.pieces * kDepth) * kDepth;
   p.out_piece = count;
   const Workspace sums(context, static_cast<std::size_t>(p.pieces * count) * sum_bytes(problem.dtype));
-  const Weights& w = problem.d_w;
-  if (matrices || d == 1) {
-    p.out = operand(sums.data(), d * b * c, b * c, c, 1, false);
-    launch(p, problem.dtype, true, context);
-    sum_pieces(sums.data(), p.pieces, problem.dtype, w.data, {a, d, b, c}, {w.a, w.d, w.b, w.c}, context);
-  } else {
-    p.out = operand(sums.data(), b * c * d, 1, c * d, d, true);
-    launch(p, problem.dtype, true, context);
-    sum_pieces(sums.data(), p.pieces, problem.dtype, w.data, {a, b, c, d}, {w.a, w.b, w.c, w.d}, context);
-  }
+  const bool apart = matrices || d == 1;  // the δ of a gradient
+  p.out =
+      apart ? operand(sums.data(), d * b * c, b * c, c, 1, false) : operand(sums.data(), b * c * d, 1, c * d, d, true);
+  launch(p, problem.dtype, true, context);
+  const BatchSums bias(problem, context);
+  reduce(problem, {sums.data(), p.pieces, apart, bias.space.data(), bias.pieces}, context);
 }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch_name) {
@@ -235,8 +226,10 @@ std::vector<KernelSpec> list_kernels(const std::string& arch_name) {
         list.push_back(simple_spec(dtype, true, deltas, warps));
       }
     }
-    for (const char* const name : {"sum_batch", "sum_pieces"}) {
-      list.push_back(spec(name, dtype));
+    list.push_back(batch_spec(dtype));
+    list.push_back(reduce_spec(dtype, 1));
+    if (dtype != DType::f64) {
+      list.push_back(reduce_spec(dtype, 4));
     }
   }
   for (const auto& [dtype, products] : {std::pair{DType::f16, 1}, {DType::bf16, 1}, {DType::f32, 1}, {DType::f32, 3}}) {
@@ -319,35 +312,61 @@ ProductParams product_params(const Problem& problem) {
   return p;
 }
 
-void sum_pieces(const void* from, std::int64_t pieces, DType dtype, void* to, const std::int64_t (&sizes)[4],
-                const std::int64_t (&strides)[4], Context& context) {
-  PieceSumParams p{from, pieces, sizes[0] * sizes[1] * sizes[2] * sizes[3], to, {}, {}};
-  std::copy(std::begin(sizes), std::end(sizes), p.sizes);
-  std::copy(std::begin(strides), std::end(strides), p.strides);
-  get_kernel(spec("sum_pieces", dtype), context.device.index)
-      .launch(std::min<std::int64_t>(ceil_div(p.count, 256), 1 << 16), 256, 0, &p, context.stream);
+void reduce(const WeightProblem& problem, const PartialSums& sums, Context& context) {
+  constexpr int kThreads = 256;
+  const auto& [a, b, c, d] = problem.sizes;
+  const Weights& w = problem.d_w;
+  // Many pieces are added by more threads.
+  const auto slices_of = [](std::int64_t pieces, int most) {
+    return std::min(static_cast<int>(std::bit_ceil(static_cast<std::uint64_t>(ceil_div(pieces, 4)))), most);
+  };
+  const std::int64_t sizes[2][4] = {{a, b, c, d}, {a, d, b, c}};
+  const std::int64_t strides[2][4] = {{w.a, w.b, w.c, w.d}, {w.a, w.d, w.b, w.c}};
+  ReduceParams p{};
+  std::ranges::copy(sizes[sums.matrices ? 1 : 0], p.sizes);
+  std::ranges::copy(strides[sums.matrices ? 1 : 0], p.strides);
+  p.partials = sums.weights;
+  p.bias_partials = sums.bias;
+  p.to = w.data;
+  p.bias = problem.d_bias.data;
+  p.weights = a * b * c * d;
+  p.features = a * b * d;
+  p.bias_stride = problem.d_bias.stride;
+  p.pieces = static_cast<int>(sums.pieces);
+  p.slices = slices_of(sums.pieces, 8);
+  p.bias_pieces = static_cast<int>(sums.bias_pieces);
+  p.bias_slices = slices_of(sums.bias_pieces, 32);
+  p.contiguous = is_aligned(w.data, 16);
+  for (std::int64_t axis = 3, next = 1; axis >= 0; next *= p.sizes[axis--]) {
+    p.contiguous = p.contiguous && (p.sizes[axis] == 1 || p.strides[axis] == next);
+  }
+  const int wide = p.weights % 4 == 0 && problem.dtype != DType::f64 ? 4 : 1;
+  const std::int64_t ctas = ceil_div(p.weights * p.slices, std::int64_t{kThreads} * wide);
+  const std::int64_t bias_ctas = p.bias_partials != nullptr ? ceil_div(p.features * p.bias_slices, kThreads) : 0;
+  p.weight_ctas = static_cast<unsigned>(ctas);
+  const auto how = driver::device_info(context.device.index).arch >= 90 ? &Kernel::launch_behind : &Kernel::launch;
+  (get_kernel(reduce_spec(problem.dtype, wide), context.device.index).*how)(ctas + bias_ctas, kThreads, 0, &p,
+                                                                            context.stream);
 }
 
-void sum_batch(const WeightProblem& problem, Context& context) {
-  const auto& [a, b, c, d] = problem.sizes;
-  if (problem.d_bias.data == nullptr) {
+BatchSums::BatchSums(const WeightProblem& problem, Context& context)
+    : pieces(problem.d_bias.data == nullptr ? 0
+                                            : pieces_of(problem.batch, ceil_div(features_of(problem), 32),
+                                                        driver::device_info(context.device.index).multiprocessors)),
+      space(context, static_cast<std::size_t>(pieces * features_of(problem)) * sum_bytes(problem.dtype)) {
+  if (pieces == 0) {
     return;
   }
-  const std::int64_t features = a * b * d, groups = ceil_div(features, 32);
-  const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
-  const std::int64_t pieces = pieces_of(problem.batch, groups, multiprocessors);
-  const Workspace sums(context, static_cast<std::size_t>(pieces * features) * sum_bytes(problem.dtype));
-  const BatchSumParams p{
-      problem.d_y.data, problem.d_y.batch, problem.d_y.feature,
-      problem.batch,    features,          ceil_div(std::max<std::int64_t>(problem.batch, 1), pieces),
-      sums.data()};
-  get_kernel(spec("sum_batch", problem.dtype), context.device.index)
-      .launch(groups * pieces, 256, 0, &p, context.stream);
-  sum_pieces(sums.data(), pieces, problem.dtype, problem.d_bias.data, {1, 1, 1, features},
-             {0, 0, 0, problem.d_bias.stride}, context);
+  const BatchSumParams p{problem.d_y.data,     problem.d_y.batch,
+                         problem.d_y.feature,  problem.batch,
+                         features_of(problem), ceil_div(std::max<std::int64_t>(problem.batch, 1), pieces),
+                         space.data()};
+  get_kernel(batch_spec(problem.dtype), context.device.index)
+      .launch(ceil_div(p.features, 32) * pieces, 256, 0, &p, context.stream);
 }
 
 namespace generic {
+namespace {
 
 bool fits(const Problem& problem, const Config& config, const Machine& machine) {
   const ProductParams p = params_of(problem);
@@ -378,8 +397,12 @@ double cost(const WeightProblem& problem, const Config& /*config*/, const Machin
 
 void launch(const WeightProblem& problem, const Config& /*config*/, Context& context) {
   run_gradient(problem, context);
-  sum_batch(problem, context);
 }
+
+}  // namespace
+
+constinit const Functions<Problem> kProduct{fits, cost, launch};
+constinit const Functions<WeightProblem> kGradient{fits, cost, launch};
 
 }  // namespace generic
 }  // namespace fretwork::kronecker

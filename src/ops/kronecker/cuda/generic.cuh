@@ -1,7 +1,9 @@
-// Kernels for any strides: on FFMA (DFMA), and on the tensor cores for operands with a unit stride.
+// Kernels for any strides: on FFMA (DFMA), and on the tensor cores for operands with a unit stride; and the sums of
+// partial sums that all gradients but the Hopper family's need.
 #pragma once
 
 #include "device/activation.cuh"
+#include "device/barrier.cuh"
 #include "device/load.cuh"
 #include "device/tile.cuh"
 #include "device/types.cuh"
@@ -124,52 +126,6 @@ __global__ void __launch_bounds__(kWarps * 32, 1) product_simple(const __grid_co
       to[at.delta * p.out.l + at.line * p.out.line + at.entry * p.out.entry] =
           narrow<Out>(activate_exactly(v, p.activation));
     }
-  }
-}
-
-/// 32 features of a piece of the batch. Lanes follow what is contiguous.
-template <typename T>
-__global__ void __launch_bounds__(256) sum_batch(const __grid_constant__ BatchSumParams p) {
-  using Sum = accumulator_t<T>;
-  __shared__ Sum parts[32][33];
-  const i64 groups = (p.features + 31) / 32, feature0 = blockIdx.x % groups * 32, piece = blockIdx.x / groups;
-  const i64 begin = piece * p.piece, end = min(p.batch, begin + p.piece);
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const bool features_inner = p.feature_stride == 1;
-#pragma unroll
-  for (int part = warp; part < 32; part += 8) {
-    // A warp reads 32 neighbours at once: features of every 32nd row, or rows of one feature.
-    const i64 feature = feature0 + (features_inner ? lane : part);
-    Sum sum = 0;
-    for (i64 n = begin + (features_inner ? part : lane); feature < p.features && n < end; n += 32) {
-      sum += widen(static_cast<const T*>(p.from)[n * p.batch_stride + feature * p.feature_stride]);
-    }
-    (features_inner ? parts[part][lane] : parts[lane][part]) = sum;
-  }
-  __syncthreads();
-  if (threadIdx.x < 32 && feature0 + lane < p.features) {
-    Sum sum = 0;
-    for (int part = 0; part < 32; ++part) {
-      sum += parts[part][lane];
-    }
-    static_cast<Sum*>(p.to)[piece * p.features + feature0 + lane] = sum;
-  }
-}
-
-template <typename T>
-__global__ void __launch_bounds__(256) sum_pieces(const __grid_constant__ PieceSumParams p) {
-  using Sum = accumulator_t<T>;
-  for (i64 n = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x; n < p.count; n += static_cast<i64>(gridDim.x) * 256) {
-    Sum sum = 0;
-    for (i64 piece = 0; piece < p.pieces; ++piece) {
-      sum += static_cast<const Sum*>(p.from)[piece * p.count + n];
-    }
-    i64 rest = n, at = 0;
-    for (int axis = 3; axis >= 0; --axis) {
-      at += rest % p.sizes[axis] * p.strides[axis];
-      rest /= p.sizes[axis];
-    }
-    static_cast<T*>(p.to)[at] = narrow<T>(sum);
   }
 }
 
@@ -446,6 +402,147 @@ __global__ void __launch_bounds__(kThreads, kResident<T, Cols>)
     store_sums<T, Out, Cols, true>(p, sums, tile, i, l, row0, col0, piece);
   } else {  // a column's rows are neighbours, or nothing is
     store_sums<T, Out, Cols, false>(p, sums, tile, i, l, row0, col0, piece);
+  }
+}
+
+}  // namespace fretwork::kronecker
+
+// ----------------------------------------------------------------------------------------------------
+// Sums: of d_y over the batch, and of the pieces of a gradient.
+
+namespace fretwork::kronecker {
+
+/// 32 features of a piece of the batch. Lanes follow what is contiguous.
+template <typename T>
+__global__ void __launch_bounds__(256) sum_batch(const __grid_constant__ BatchSumParams p) {
+  using Sum = accumulator_t<T>;
+  __shared__ Sum parts[32][33];
+  const i64 groups = (p.features + 31) / 32, feature0 = blockIdx.x % groups * 32, piece = blockIdx.x / groups;
+  const i64 begin = piece * p.piece, end = min(p.batch, begin + p.piece);
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const bool features_inner = p.feature_stride == 1;
+#pragma unroll
+  for (int part = warp; part < 32; part += 8) {
+    // A warp reads 32 neighbours at once: features of every 32nd row, or rows of one feature.
+    const i64 feature = feature0 + (features_inner ? lane : part);
+    Sum sum = 0;
+    for (i64 n = begin + (features_inner ? part : lane); feature < p.features && n < end; n += 32) {
+      sum += widen(static_cast<const T*>(p.from)[n * p.batch_stride + feature * p.feature_stride]);
+    }
+    (features_inner ? parts[part][lane] : parts[lane][part]) = sum;
+  }
+  __syncthreads();
+  if (threadIdx.x < 32 && feature0 + lane < p.features) {
+    Sum sum = 0;
+    for (int part = 0; part < 32; ++part) {
+      sum += parts[part][lane];
+    }
+    static_cast<Sum*>(p.to)[piece * p.features + feature0 + lane] = sum;
+  }
+}
+
+/// `count` sums at `at` of each piece, added in a fixed order: a CTA's slices take every so many pieces, and each
+/// thread adds what they have, in shared memory.
+template <typename Sum, int kWide>
+__device__ __forceinline__ void add_pieces(Sum (&sum)[kWide], const Sum* from, i64 count, i64 at, int pieces,
+                                           int slices, Sum* shared) {
+  constexpr int kAhead = 4;
+  const int each = kThreads / slices, own = static_cast<int>(threadIdx.x) % each;
+#pragma unroll
+  for (Sum& one : sum) {
+    one = 0;
+  }
+  for (int piece = static_cast<int>(threadIdx.x) / each; piece < pieces && at < count; piece += kAhead * slices) {
+    Sum loaded[kAhead][kWide];
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) {  // without branches, so that all are under way at once
+      const Sum* place = from + static_cast<i64>(min(piece + n * slices, pieces - 1)) * count + at;
+      if constexpr (kWide == 4) {
+        const float4 four = *reinterpret_cast<const float4*>(place);
+        loaded[n][0] = four.x, loaded[n][1] = four.y, loaded[n][2] = four.z, loaded[n][3] = four.w;
+      } else {
+        loaded[n][0] = *place;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) {
+#pragma unroll
+      for (int e = 0; e < kWide; ++e) {
+        sum[e] += piece + n * slices < pieces ? loaded[n][e] : Sum{0};
+      }
+    }
+  }
+  if (slices > 1) {
+#pragma unroll
+    for (int e = 0; e < kWide; ++e) {
+      shared[e * kThreads + threadIdx.x] = sum[e];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int e = 0; e < kWide; ++e) {
+      sum[e] = 0;
+      for (int slice = 0; slice < slices; ++slice) {
+        sum[e] += shared[e * kThreads + slice * each + own];
+      }
+    }
+  }
+}
+
+/// Neighbours in aligned memory.
+template <typename T, int kWide>
+__device__ __forceinline__ void store_four(T* to, const float (&sum)[kWide]) {
+  u32 words[sizeof(T)];
+#pragma unroll
+  for (int n = 0; n < static_cast<int>(sizeof(T)); ++n) {
+    if constexpr (sizeof(T) == 2) {
+      words[n] = narrow<T>(sum[2 * n % kWide]).bits | static_cast<u32>(narrow<T>(sum[(2 * n + 1) % kWide]).bits) << 16;
+    } else {
+      words[n] = __float_as_uint(sum[n % kWide]);
+    }
+  }
+  store_words<static_cast<int>(sizeof(T))>(to, words);
+}
+
+/// Adds the pieces of d_w, kWide neighbours to a thread, and in the CTAs after those the pieces of d_bias; rounds once,
+/// and stores with the results' own strides.
+template <typename T, int kWide>
+__global__ void __launch_bounds__(kThreads) reduce(const __grid_constant__ ReduceParams p) {
+  using Sum = accumulator_t<T>;
+  __shared__ Sum shared[kThreads * kWide];
+  wait_for_earlier_kernel();
+  const bool weights = blockIdx.x < p.weight_ctas;
+  const int each = kThreads / (weights ? p.slices : p.bias_slices), own = static_cast<int>(threadIdx.x) % each;
+  const bool first = static_cast<int>(threadIdx.x) < each;
+  if (weights) {
+    const i64 at = (static_cast<i64>(blockIdx.x) * each + own) * kWide;
+    Sum sum[kWide];
+    add_pieces(sum, static_cast<const Sum*>(p.partials), p.weights, at, p.pieces, p.slices, shared);
+    if (!first || at >= p.weights) {
+      return;
+    }
+    if constexpr (kWide == 4) {
+      if (p.contiguous) {
+        store_four(static_cast<T*>(p.to) + at, sum);
+        return;
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < kWide; ++e) {
+      i64 rest = at + e, to = 0;
+#pragma unroll
+      for (int axis = 3; axis > 0; --axis) {
+        to += rest % p.sizes[axis] * p.strides[axis];
+        rest /= p.sizes[axis];
+      }
+      static_cast<T*>(p.to)[rest * p.strides[0] + to] = narrow<T>(sum[e]);
+    }
+  } else {
+    const i64 at = static_cast<i64>(blockIdx.x - p.weight_ctas) * each + own;
+    Sum sum[1];
+    add_pieces(sum, static_cast<const Sum*>(p.bias_partials), p.features, at, p.bias_pieces, p.bias_slices, shared);
+    if (first && at < p.features) {
+      static_cast<T*>(p.bias)[at * p.bias_stride] = narrow<T>(sum[0]);
+    }
   }
 }
 

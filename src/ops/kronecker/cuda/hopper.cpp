@@ -20,35 +20,39 @@ static_assert(has_room(64, 4 * 64) && has_room(128, 2 * 128) && has_room(192, 19
 
 // ---------------------------------------------------------------------------------------------- kernels
 
-KernelSpec product_instance(DType dtype, int width, bool last, bool weights_k) {
-  return instance("hopper_product", "product", sized(dtype, width, last) + (weights_k ? ", true" : ", false"),
-                  product_shared_bytes(width));
-}
-KernelSpec dense_instance(DType dtype, int width, bool weights_k) {
-  return instance("hopper_product", "product",
-                  sized(dtype, width, false) + (weights_k ? ", true" : ", false") + ", true",
-                  product_shared_bytes(width));
-}
-KernelSpec interleaved_instance(int deltas, int width) {
-  return instance("hopper_interleaved", "product_interleaved", std::to_string(deltas) + ", " + std::to_string(width),
-                  shared_bytes(width));
-}
+/// Template arguments of `product`.
+struct Instance {
+  DType dtype;
+  int width;
+  bool last = false, weights_k = true, dense = false;
+  int deltas = 1;
+
+  KernelSpec spec() const {
+    return kernel_spec("hopper_product", shared(), "hopper::product", dtype, width, last, weights_k, dense, deltas);
+  }
+  int shared() const { return deltas > 1 ? shared_bytes(width) : product_shared_bytes(width); }
+  /// In the table, by type, layout, axis of the weights and width.
+  std::size_t place() const {
+    const std::size_t layout = deltas > 1 ? static_cast<std::size_t>(2 + deltas / 2) : dense ? 2 : last ? 1 : 0;
+    return ((type_index(dtype) * 5 + layout) * 2 + (weights_k ? 1 : 0)) * 4 + static_cast<std::size_t>(width / 64 - 1);
+  }
+};
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
   if (arch != "sm_90a") {
     return list;
   }
-  list.push_back(interleaved_instance(2, 64));
-  list.push_back(interleaved_instance(2, 128));
-  list.push_back(interleaved_instance(4, 64));
+  for (const auto& [deltas, width] : {std::pair{2, 64}, {2, 128}, {4, 64}}) {
+    list.push_back(Instance{DType::f32, width, false, true, false, deltas}.spec());
+  }
   for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
     for (const int width : kWidths) {
       for (const bool along_k : {true, false}) {
         if (along_k || dtype != DType::f32) {
-          list.push_back(dense_instance(dtype, width, along_k));
-          list.push_back(product_instance(dtype, width, false, along_k));
-          list.push_back(product_instance(dtype, width, true, along_k));
+          list.push_back(Instance{dtype, width, false, along_k, true}.spec());
+          list.push_back(Instance{dtype, width, false, along_k}.spec());
+          list.push_back(Instance{dtype, width, true, along_k}.spec());
         }
       }
     }
@@ -57,25 +61,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"kronecker", list_kernels};
 
-/// Products by type, layout, width and axis of the weights (48), dense blocks (24), interleaved (3).
-constinit KernelTable<48 + 24 + 3> kernels;
-
-std::size_t place(DType dtype, int width, bool flag) {
-  const std::size_t type = dtype == DType::f16 ? 0 : dtype == DType::bf16 ? 1 : 2;
-  return type * 8 + (flag ? 4 : 0) + static_cast<std::size_t>(width / 64 - 1);
-}
-const Kernel& product_kernel(DType dtype, int width, bool last, bool weights_k, int device) {
-  return kernels.get(place(dtype, width, last) + (weights_k ? 24 : 0), device,
-                     [&] { return product_instance(dtype, width, last, weights_k); });
-}
-const Kernel& dense_kernel(DType dtype, int width, bool weights_k, int device) {
-  return kernels.get(48 + place(dtype, width, weights_k), device,
-                     [&] { return dense_instance(dtype, width, weights_k); });
-}
-const Kernel& interleaved_kernel(int deltas, int width, int device) {
-  const std::size_t index = deltas == 4 ? 2 : width == 128 ? 1 : 0;
-  return kernels.get(72 + index, device, [&] { return interleaved_instance(deltas, width); });
-}
+constinit KernelTable<3 * 5 * 2 * 4> kernels;
 
 // ---------------------------------------------------------------------------------------------- operands
 
@@ -201,11 +187,12 @@ void set_operands(ProductParams& params, const Problem& p, const Layout& layout)
 }
 
 /// `behind`: the weights are being packed by the kernel before.
-void launch(const Kernel& kernel, ProductParams params, int shared, bool behind, const Context& context) {
+void launch(const Instance& wanted, ProductParams params, bool behind, const Context& context) {
   const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
+  const Kernel& kernel = kernels.get(wanted.place(), context.device.index, [&] { return wanted.spec(); });
   params.behind = behind;
   const auto how = behind ? &Kernel::launch_behind : &Kernel::launch;
-  (kernel.*how)(std::min(params.total, multiprocessors), kThreads, shared, &params, context.stream);
+  (kernel.*how)(std::min(params.total, multiprocessors), kThreads, wanted.shared(), &params, context.stream);
 }
 
 void launch_product(const Problem& p, const Layout& layout, const Map& weights, bool weights_k, int width, bool behind,
@@ -223,8 +210,7 @@ void launch_product(const Problem& p, const Layout& layout, const Map& weights, 
     params.together = once ? 512 / (kRows * bytes_of(p.dtype)) : 1;  // so many bytes of a line in memory
     driver::fill_zero(taken.data(), sizeof(int), context.stream);
   }
-  launch(product_kernel(p.dtype, width, layout.last, weights_k, context.device.index), params,
-         product_shared_bytes(width), behind && in_turns, context);
+  launch({p.dtype, width, layout.last, weights_k}, params, behind && in_turns, context);
 }
 
 void run_as_it_lies(const Problem& p, int width, Context& context) {
@@ -234,32 +220,24 @@ void run_as_it_lies(const Problem& p, int width, Context& context) {
   launch_product(p, *layout_of(p), weights, matrices.unit_is_k(), width, matrices.bytes() > 0, context);
 }
 
-/// tf32, batch first with d = 2 or 4: the δ of a block stay together. Nothing where rows do not lie so.
-struct Interleaved {
-  TiledView x, y;
-  int deltas;
-};
-std::optional<Interleaved> interleaved(const Problem& p) {
-  const Sizes& s = p.sizes;
-  const auto x = row_view(p.x, p.batch, s.c, s), y = row_view(p.y, p.batch, s.b, s);
-  if (p.dtype != DType::f32 || (s.d != 2 && s.d != 4) || !x || !y || !y->can_be_written()) {
-    return std::nullopt;
-  }
-  return Interleaved{*x, *y, narrowed(s.d)};
+/// The δ of a block stay together.
+std::optional<Layout> interleaved(const Problem& p) {
+  const auto layout = interleaved_layout(p.x, p.y, p.batch, p.sizes, p.dtype);
+  return layout && layout->y.can_be_written() ? layout : std::nullopt;
 }
 void run_interleaved(const Problem& p, int width, Context& context) {
-  const auto [x, y, deltas] = *interleaved(p);
+  const Layout rows = *interleaved(p);
   const Sizes& s = p.sizes;
+  const int deltas = narrowed(s.d);
   const Matrices matrices(p.w, s, p.dtype);
   const Workspace space(context, matrices.bytes());
-  ProductParams params =
-      product_params(p, {s.a, s.b * s.d, s.c * s.d, 1}, ceil_div(p.batch, kRows), width * deltas, 16);
-  params.x = operand_map(x, true, kRows);
+  ProductParams params = product_params(p, dense_sizes(s), ceil_div(p.batch, kRows), width * deltas, 16);
+  params.x = operand_map(rows.x, true, kRows);
   params.weights = matrices.view(space, context)
                        .map(static_cast<std::uint32_t>(32 / deltas), static_cast<std::uint32_t>(width),
                             static_cast<std::uint32_t>(deltas));
-  params.y = operand_map(y, true, 64);
-  launch(interleaved_kernel(deltas, width, context.device.index), params, shared_bytes(width), true, context);
+  params.y = operand_map(rows.y, true, 64);
+  launch({p.dtype, width, false, true, false, deltas}, params, true, context);
 }
 
 /// Batch first, the d products of each block as one dense matrix: y, x and the weights of pattern (a, b·d, c·d, 1).
@@ -270,16 +248,12 @@ struct Dense {
   std::size_t bytes;
 };
 std::optional<Dense> dense(const Problem& p) {
-  constexpr std::int64_t kMostDeltas = 8;
   const Sizes& s = p.sizes;
-  if (s.d == 1 || s.d > kMostDeltas || s.a * s.b * s.d >= kMost / (s.c * s.d + 8) ||
-      ceil_div(p.batch, kRows) >= kMost / (s.a * ceil_div(s.b * s.d, kWidths[0]))) {
-    return std::nullopt;
-  }
   Problem one = p;
-  one.sizes = {s.a, s.b * s.d, s.c * s.d, 1};
-  const auto layout = shared_layout(p.x, p.y, p.batch, one.sizes, p.dtype);
-  if (!layout || layout->last || !layout->y.can_be_written()) {
+  one.sizes = dense_sizes(s);
+  const auto layout = dense_layout(p.x, p.y, p.batch, s, p.dtype);
+  if (!layout || !layout->y.can_be_written() || s.a * s.b * s.d >= kMost / (s.c * s.d + 8) ||
+      ceil_div(p.batch, kRows) >= kMost / (s.a * ceil_div(s.b * s.d, kWidths[0]))) {
     return std::nullopt;
   }
   const bool along_k = p.dtype == DType::f32 || std::llabs(p.w.c) <= std::llabs(p.w.b);
@@ -300,8 +274,7 @@ void run_dense(const Problem& p, int width, Context& context) {
   ProductParams params = product_params(one.problem, whole, ceil_div(p.batch, kRows), width, 16);
   set_operands(params, p, one.layout);
   params.weights = operand_map(weights, along_k, width);
-  launch(dense_kernel(p.dtype, width, along_k, context.device.index), params, product_shared_bytes(width), true,
-         context);
+  launch({p.dtype, width, false, along_k, true}, params, true, context);
 }
 
 /// A part of the batch at a time, which bounds the workspace.
@@ -377,8 +350,7 @@ double regrouped_cost(const Problem& p, int width, double multiprocessors) {
 }
 
 double dense_cost(const Problem& p, int width, double multiprocessors) {
-  const Sizes whole{p.sizes.a, p.sizes.b * p.sizes.d, p.sizes.c * p.sizes.d, 1};
-  return cost::microseconds(tiles_of(whole, ceil_div(p.batch, kRows), width, p.dtype, multiprocessors),
+  return cost::microseconds(tiles_of(dense_sizes(p.sizes), ceil_div(p.batch, kRows), width, p.dtype, multiprocessors),
                             rates_of(p.dtype), moved_bytes(p), multiprocessors) +
          1.2 * pack_cost(p, p.sizes.d, multiprocessors);  // zeros are written too
 }
@@ -396,10 +368,6 @@ bool few_tiles(const Problem& p, int width) {
   const Sizes& s = p.sizes;
   return ceil_div(p.batch, kRows) < kMost / (ceil_div(s.b, std::int64_t{width}) * s.a * s.d);
 }
-
-}  // namespace
-
-std::span<const int> widths() { return kWidths; }
 
 bool fits(const Problem& p, const Config& config, const Machine& machine) {
   const Sizes& s = p.sizes;
@@ -451,5 +419,11 @@ void launch(const Problem& p, const Config& config, Context& context) {
       return run_as_it_lies(p, width, context);
   }
 }
+
+}  // namespace
+
+std::span<const int> widths() { return kWidths; }
+
+constinit const Functions<Problem> kProduct{fits, cost, launch};
 
 }  // namespace fretwork::kronecker::hopper

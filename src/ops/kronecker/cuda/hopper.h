@@ -21,18 +21,9 @@ namespace driver = fretwork::cuda;
 inline constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
 inline constexpr int kWidths[] = {64, 128, 192, 256};
 
-inline int narrowed(std::int64_t value) { return static_cast<int>(value); }
+/// Of the types that there are kernels for.
+inline std::size_t type_index(DType dtype) { return dtype == DType::f16 ? 0 : dtype == DType::bf16 ? 1 : 2; }
 
-inline KernelSpec instance(const std::string& file, const std::string& kernel, const std::string& arguments,
-                           int shared) {
-  return {"ops/kronecker/cuda/" + file + ".cuh", "fretwork::kronecker::hopper::" + kernel + "<" + arguments + ">",
-          shared};
-}
-inline std::string sized(DType dtype, int width, bool last) {
-  return std::string(device_type(dtype)) + ", " + std::to_string(width) + (last ? ", true" : ", false");
-}
-
-inline int bytes_of(DType dtype) { return static_cast<int>(size_of(dtype)); }
 /// Elements in the 128 bytes of a line of shared memory: the depth of a step.
 inline std::int64_t line_of(DType dtype) { return 128 / bytes_of(dtype); }
 
@@ -79,6 +70,23 @@ inline std::optional<Layout> shared_layout(const Matrix& x, const Matrix& y, std
     }
   }
   return std::nullopt;
+}
+
+/// tf32, batch first with d = 2 or 4: rows that hold the δ of a block interleaved.
+inline std::optional<Layout> interleaved_layout(const Matrix& x, const Matrix& y, std::int64_t batch, const Sizes& s,
+                                                DType dtype) {
+  const auto from = row_view(x, batch, s.c, s), to = row_view(y, batch, s.b, s);
+  const bool fit = dtype == DType::f32 && (s.d == 2 || s.d == 4) && from && to;
+  return fit ? std::optional(Layout{false, *from, *to}) : std::nullopt;
+}
+
+/// Batch first, the d products of a block as one dense matrix, for up to 8 δ.
+inline Sizes dense_sizes(const Sizes& s) { return {s.a, s.b * s.d, s.c * s.d, 1}; }
+inline std::optional<Layout> dense_layout(const Matrix& x, const Matrix& y, std::int64_t batch, const Sizes& s,
+                                          DType dtype) {
+  constexpr std::int64_t kMostDeltas = 8;
+  const auto layout = s.d == 1 || s.d > kMostDeltas ? std::nullopt : shared_layout(x, y, batch, dense_sizes(s), dtype);
+  return layout && !layout->last ? layout : std::nullopt;
 }
 
 /// What both problems need.

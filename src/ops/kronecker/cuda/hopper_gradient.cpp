@@ -12,27 +12,33 @@
 namespace fretwork::kronecker::hopper {
 namespace {
 
-KernelSpec gradient_instance(DType dtype, int width, bool last) {
-  return instance("hopper_gradient", "gradient", sized(dtype, width, last), shared_bytes(width));
+/// Tiles of `gradient`: kRows × width of `deltas` products at once.
+struct GradientTile {
+  int width, deltas = 1;
+  int stage() const { return stage_bytes(width, deltas); }
+  int shared() const { return gradient_shared_bytes(width, deltas); }
+};
+
+KernelSpec gradient_instance(DType dtype, const GradientTile& tile, bool last) {
+  return kernel_spec("hopper_gradient", tile.shared(), "hopper::gradient", dtype, tile.width, last, tile.deltas);
 }
-KernelSpec interleaved_gradient_instance(int deltas) {
-  return instance("hopper_interleaved", "gradient_interleaved", std::to_string(deltas),
-                  interleaved_shared_bytes(deltas));
-}
-KernelSpec unpack_instance(DType dtype) { return instance("pack", "unpack", device_type(dtype), 0); }
+KernelSpec unpack_instance(DType dtype) { return kernel_spec("pack", 0, "hopper::unpack", dtype); }
+
+/// tf32, batch first with d = 2 or 4: all δ at once.
+constexpr GradientTile interleaved_tile(std::int64_t d) { return {256 / narrowed(d), narrowed(d)}; }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
   if (arch != "sm_90a") {
     return list;
   }
-  list.push_back(interleaved_gradient_instance(2));
-  list.push_back(interleaved_gradient_instance(4));
+  list.push_back(gradient_instance(DType::f32, interleaved_tile(2), false));
+  list.push_back(gradient_instance(DType::f32, interleaved_tile(4), false));
   for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
     list.push_back(unpack_instance(dtype));
     for (const int width : kWidths) {
-      list.push_back(gradient_instance(dtype, width, false));
-      list.push_back(gradient_instance(dtype, width, true));
+      list.push_back(gradient_instance(dtype, {width}, false));
+      list.push_back(gradient_instance(dtype, {width}, true));
     }
   }
   return list;
@@ -42,16 +48,13 @@ const KernelList kKernels{"kronecker", list_kernels};
 /// Gradients by type, layout and width (24), of interleaved rows (2), and unpacking by type (3).
 constinit KernelTable<24 + 2 + 3> kernels;
 
-std::size_t place(DType dtype) { return dtype == DType::f16 ? 0 : dtype == DType::bf16 ? 1 : 2; }
-const Kernel& gradient_kernel(DType dtype, int width, bool last, int device) {
-  return kernels.get(place(dtype) * 8 + (last ? 4 : 0) + static_cast<std::size_t>(width / 64 - 1), device,
-                     [&] { return gradient_instance(dtype, width, last); });
-}
-const Kernel& interleaved_gradient_kernel(int deltas, int device) {
-  return kernels.get(deltas == 4 ? 25 : 24, device, [&] { return interleaved_gradient_instance(deltas); });
+const Kernel& gradient_kernel(DType dtype, const GradientTile& tile, bool last, int device) {
+  const auto width = static_cast<std::size_t>(tile.width / 64 - 1);
+  const std::size_t place = tile.deltas > 1 ? 24 + width % 2 : type_index(dtype) * 8 + (last ? 4 : 0) + width;
+  return kernels.get(place, device, [&] { return gradient_instance(dtype, tile, last); });
 }
 const Kernel& unpack_kernel(DType dtype, int device) {
-  return kernels.get(26 + place(dtype), device, [&] { return unpack_instance(dtype); });
+  return kernels.get(26 + type_index(dtype), device, [&] { return unpack_instance(dtype); });
 }
 
 bool suits_gradient(const WeightProblem& p, const Machine& machine) {
@@ -81,9 +84,8 @@ Parts gradient_parts(std::int64_t tiles, std::int64_t steps, std::int64_t sums, 
   return best;
 }
 
-int gradient_width(std::int64_t c) {
-  const auto cost = [&](int width) { return ceil_div(c, width) * (width + kRows); };
-  return *std::min_element(std::begin(kWidths), std::end(kWidths), [&](int a, int b) { return cost(a) < cost(b); });
+GradientTile gradient_tile(std::int64_t c) {
+  return {*std::ranges::min_element(kWidths, {}, [&](int width) { return ceil_div(c, width) * (width + kRows); })};
 }
 
 /// Adds the parts at `sums` into d_w and d_bias; with no parts these become zeros. `dense`: of the products of a
@@ -124,15 +126,6 @@ void unpack(const WeightProblem& p, const Workspace& sums, std::int64_t line, st
       .launch_behind(s.a * params.wide_tiles * params.deep_tiles, kPackThreads, 0, &params, context.stream);
 }
 
-/// A gradient kernel: tiles of kRows × width of `deltas` products at once.
-struct GradientTile {
-  int width, deltas, stage_bytes, shared_bytes;
-};
-GradientTile gradient_tile(std::int64_t c) {
-  const int width = gradient_width(c);
-  return {width, 1, stage_bytes(width), shared_bytes(width)};
-}
-
 /// How batches of up to `batch` rows are cut.
 struct GradientCut {
   std::int64_t row_tiles, col_tiles, products, line;
@@ -143,7 +136,7 @@ struct GradientCut {
         col_tiles(ceil_div(p.sizes.c, tile.width)),
         products(p.sizes.a * p.sizes.d / tile.deltas),
         line(ceil_div(p.sizes.c + 1, 4) * 4),
-        parts(gradient_parts(tiles(), ceil_div(batch, line_of(p.dtype)), floats(p.sizes), tile.stage_bytes,
+        parts(gradient_parts(tiles(), ceil_div(batch, line_of(p.dtype)), floats(p.sizes), tile.stage(),
                              multiprocessors)) {}
   std::int64_t tiles() const { return row_tiles * col_tiles * products; }
   std::int64_t floats(const Sizes& s) const { return s.a * s.d * s.b * line; }
@@ -158,8 +151,8 @@ struct GradientSums : GradientCut {
 };
 
 /// The sums of p's batch, or with `add` added to those there are.
-void launch_gradient(const WeightProblem& p, const Kernel& kernel, const Map& d_y, const Map& x,
-                     const GradientTile& tile, const GradientSums& sums, bool add, const Context& context) {
+void launch_gradient(const WeightProblem& p, bool last, const Map& d_y, const Map& x, const GradientTile& tile,
+                     const GradientSums& sums, bool add, const Context& context) {
   const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
   const std::int64_t steps = ceil_div(p.batch, line_of(p.dtype));
   GradientParams params{};
@@ -178,15 +171,15 @@ void launch_gradient(const WeightProblem& p, const Kernel& kernel, const Map& d_
   params.steps_per_part = narrowed(sums.parts.steps);
   params.with_sums = p.d_bias.data != nullptr ? 1 : 0;
   params.add = add ? 1 : 0;
-  kernel.launch(std::min(params.total, multiprocessors), kThreads, tile.shared_bytes, &params, context.stream);
+  gradient_kernel(p.dtype, tile, last, context.device.index)
+      .launch(std::min(params.total, multiprocessors), kThreads, tile.shared(), &params, context.stream);
 }
 
 /// Of operands as they lie.
 void launch_gradient(const WeightProblem& p, const Layout& layout, const GradientTile& tile, const GradientSums& sums,
                      bool add, const Context& context) {
-  launch_gradient(p, gradient_kernel(p.dtype, tile.width, layout.last, context.device.index),
-                  operand_map(layout.y, layout.last, kRows), operand_map(layout.x, layout.last, tile.width), tile, sums,
-                  add, context);
+  launch_gradient(p, layout.last, operand_map(layout.y, layout.last, kRows),
+                  operand_map(layout.x, layout.last, tile.width), tile, sums, add, context);
 }
 
 void run_gradient(const WeightProblem& p, const Layout& layout, Context& context) {
@@ -214,26 +207,12 @@ bool can_regroup(const WeightProblem& p) {
   return regroups(p.x, s.c, rows, s, size) && regroups(p.d_y, s.b, rows, s, size);
 }
 
-/// tf32, batch first with d = 2 or 4: rows of all δ as they lie.
-struct Interleaved {
-  TiledView x, d_y;
-};
-std::optional<Interleaved> interleaved(const WeightProblem& p) {
-  const Sizes& s = p.sizes;
-  const auto x = row_view(p.x, p.batch, s.c, s), d_y = row_view(p.d_y, p.batch, s.b, s);
-  const bool fit = p.dtype == DType::f32 && (s.d == 2 || s.d == 4) && x && d_y;
-  return fit ? std::optional(Interleaved{*x, *d_y}) : std::nullopt;
-}
-GradientTile interleaved_tile(std::int64_t d) {
-  const int deltas = narrowed(d);
-  return {256 / deltas, deltas, interleaved_stage_bytes(deltas), interleaved_shared_bytes(deltas)};
-}
 void run_interleaved(const WeightProblem& p, Context& context) {
-  const auto [x, d_y] = *interleaved(p);
+  const Layout rows = *interleaved_layout(p.x, p.d_y, p.batch, p.sizes, p.dtype);
   const GradientTile tile = interleaved_tile(p.sizes.d);
   const GradientSums sums(p, p.batch, tile, context);
-  launch_gradient(p, interleaved_gradient_kernel(tile.deltas, context.device.index), operand_map(d_y, false, kRows),
-                  operand_map(x, false, tile.width), tile, sums, false, context);
+  launch_gradient(p, false, operand_map(rows.y, false, kRows), operand_map(rows.x, false, tile.width), tile, sums,
+                  false, context);
   unpack(p, sums.space, sums.line, sums.parts.count, false, context);
 }
 
@@ -261,23 +240,14 @@ void run_regrouped(const WeightProblem& p, std::int64_t most, Context& context) 
 
 /// Batch first: the d products of a block as one, of which only sums of one δ are kept. d times the arithmetic, and
 /// nothing leaks from one δ to another: the batch is the depth.
-struct Dense {
-  WeightProblem problem;
-  Layout layout;
-};
-std::optional<Dense> dense(const WeightProblem& p) {
-  constexpr std::int64_t kMostDeltas = 8;
-  const Sizes& s = p.sizes;
+WeightProblem as_dense(const WeightProblem& p) {
   WeightProblem one = p;
-  one.sizes = {s.a, s.b * s.d, s.c * s.d, 1};
-  if (s.d == 1 || s.d > kMostDeltas) {
-    return std::nullopt;
-  }
-  const auto layout = shared_layout(p.x, p.d_y, p.batch, one.sizes, p.dtype);
-  return layout && !layout->last ? std::optional(Dense{one, *layout}) : std::nullopt;
+  one.sizes = dense_sizes(p.sizes);
+  return one;
 }
 void run_dense(const WeightProblem& p, Context& context) {
-  const auto [one, layout] = *dense(p);
+  const WeightProblem one = as_dense(p);
+  const Layout layout = *dense_layout(p.x, p.d_y, p.batch, p.sizes, p.dtype);
   const GradientTile tile = gradient_tile(one.sizes.c);
   const GradientSums sums(one, p.batch, tile, context);
   launch_gradient(one, layout, tile, sums, false, context);
@@ -295,7 +265,7 @@ double gradient_cost(const WeightProblem& p, const GradientTile& tile, const cos
   const cost::Tiles tiles{.count = double(cut.tiles() * cut.parts.count),
                           .at_once = multiprocessors,
                           .steps = double(cut.parts.steps),
-                          .bytes = double(tile.stage_bytes),
+                          .bytes = double(tile.stage()),
                           .ops = 2.0 * kRows * tile.width * tile.deltas * double(line_of(p.dtype)),
                           .out = 4.0 * kRows * double(std::min<std::int64_t>(tile.width, s.c)) * tile.deltas};
   return cost::microseconds(tiles, rates, batch_bytes(s, p.batch, p.dtype), multiprocessors) +
@@ -307,8 +277,6 @@ const cost::Rates& rates_of(DType dtype) {
   return dtype == DType::f32 ? kTf32 : k16;
 }
 
-}  // namespace
-
 bool fits(const WeightProblem& p, const Config& config, const Machine& machine) {
   const Sizes& s = p.sizes;
   if (!suits_gradient(p, machine)) {
@@ -318,11 +286,9 @@ bool fits(const WeightProblem& p, const Config& config, const Machine& machine) 
     case Family::hopper:
       return p.batch == 0 || shared_layout(p.x, p.d_y, p.batch, s, p.dtype).has_value();
     case Family::interleaved:
-      return p.batch > 0 && interleaved(p).has_value();
-    case Family::dense: {
-      const auto one = p.batch > 0 ? dense(p) : std::nullopt;
-      return one && suits_gradient(one->problem, machine);
-    }
+      return p.batch > 0 && interleaved_layout(p.x, p.d_y, p.batch, s, p.dtype).has_value();
+    case Family::dense:
+      return p.batch > 0 && dense_layout(p.x, p.d_y, p.batch, s, p.dtype) && suits_gradient(as_dense(p), machine);
     case Family::regroup:  // `first`: rows of the batch at a time, or 0 for as many as suit the workspace
       return p.batch > 0 && s.d > 1 && config.first % 64 == 0 && can_regroup(p);
     default:
@@ -339,11 +305,8 @@ double cost(const WeightProblem& p, const Config& config, const Machine& machine
       constexpr cost::Rates kRates = {2.2, 5.1e6, 1.5e7};
       return gradient_cost(p, interleaved_tile(s.d), kRates, multiprocessors);
     }
-    case Family::dense: {
-      WeightProblem one = p;
-      one.sizes = {s.a, s.b * s.d, s.c * s.d, 1};
-      return gradient_cost(one, gradient_tile(one.sizes.c), rates, multiprocessors);
-    }
+    case Family::dense:
+      return gradient_cost(as_dense(p), gradient_tile(s.c * s.d), rates, multiprocessors);
     case Family::regroup:
       return gradient_cost(p, gradient_tile(s.c), rates, multiprocessors) +
              regroup_cost(s, p.batch, p.dtype, multiprocessors);
@@ -368,5 +331,9 @@ void launch(const WeightProblem& p, const Config& config, Context& context) {
       return run_gradient(p, *shared_layout(p.x, p.d_y, p.batch, p.sizes, p.dtype), context);
   }
 }
+
+}  // namespace
+
+constinit const Functions<WeightProblem> kGradient{fits, cost, launch};
 
 }  // namespace fretwork::kronecker::hopper

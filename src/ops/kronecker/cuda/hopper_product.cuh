@@ -4,7 +4,7 @@
 #include "device/activation.cuh"
 #include "device/epilogue.cuh"
 #include "device/load.cuh"
-#include "ops/kronecker/cuda/hopper_lines.cuh"
+#include "ops/kronecker/cuda/hopper.cuh"
 
 namespace fretwork::kronecker::hopper {
 
@@ -244,8 +244,13 @@ __device__ __forceinline__ void finish_tile(const ProductParams& p, const Tile& 
     }
   };
   if constexpr (kByThreads) {
-    p.neighbours ? store_units<T>(p, t, row, d, buffers, 1 + warpgroup)
-                 : store_lines<T>(p, t, row, d, buffers, 1 + warpgroup);
+    if (p.neighbours) {
+      store_units<T>(p, t, row, d, buffers, 1 + warpgroup);
+    } else {
+      store_tile_by_threads<T, true>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
+        store_line_piece<T>(p, t, row, t.col + piece * kLine<T>, buffer);
+      });
+    }
   } else {
     store_tile<T, kLast, 2>(d, buffers, 1 + warpgroup, store, turn);
     turn += kWidth / kLine<T>;
@@ -314,16 +319,139 @@ __device__ __forceinline__ void make_tiles(const ProductParams& p, Stages<kWidth
   run_warp_specialized(kernel);
 }
 
+}  // namespace fretwork::kronecker::hopper
+
+// ----------------------------------------------------------------------------------------------------
+// Interleaved: tf32, batch first with d = 2 or 4. Rows of x and y are read and written as they lie; they hold the d
+// products of a block interleaved. Columns and depth are counted in memory order, (j, l) and (k, l).
+
+namespace fretwork::kronecker::hopper {
+
+/// Adds the bias to a thread's sums of columns 8j + 2(lane%4) and the next.
+template <int kDeltas, int kWidth>
+__device__ __forceinline__ void add_interleaved(float (&d)[kDeltas][kWidth / 2],
+                                                const float (&bias)[kDeltas * kWidth]) {
+#pragma unroll
+  for (int j = 0; j < kWidth / 8; ++j) {
+    const auto both = load_run<float, 2 * kDeltas>(&bias[(8 * j + threadIdx.x % 4 * 2) * kDeltas]);
+#pragma unroll
+    for (int n = 0; n < 4 * kDeltas; ++n) {
+      const int l = n % kDeltas, e = n / kDeltas;
+      d[l][4 * j + e] += both.at(e % 2 * kDeltas + l);
+    }
+  }
+}
+
+/// 64 rows × 32 neighbours from piece · 32 to shared memory, as the copy engine swizzles rows of 128 bytes.
+template <int kDeltas, int kSums>
+__device__ __forceinline__ void write_interleaved(const float (&d)[kDeltas][kSums], int piece, u32 to) {
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {  // 16 bytes each: all of a column, or of two neighbours
+    const int half = n / 2, j = kDeltas == 4 ? piece : 2 * piece + n % 2;
+    const u32 unit = kDeltas == 4 ? threadIdx.x % 4 * 2 + n % 2 : n % 2 * 4 + threadIdx.x % 4;
+    const auto at = [&](int e) { return d[e % kDeltas][4 * j + 2 * half + (kDeltas == 4 ? n % 2 : e / kDeltas)]; };
+    const u32 row = tf32::InterleavedReader<kDeltas>::row_of(static_cast<u32>(half));
+    tf32::store_shared(to + tma::swizzled<128>(row * 128 + unit * 16), at(0), at(1), at(2), at(3));
+  }
+}
+
+/// Tiles are 128 rows × kWidth columns of all kDeltas = d products of a block.
+template <int kDeltas, int kWidth>
+struct InterleavedKernel {
+  using S = Stages<kWidth>;
+  static constexpr int kColumns = kDeltas * kWidth;
+  static constexpr Roles kRoles{.consumers = 2, .producer_registers = 40, .consumer_registers = 232};
+  const ProductParams& p;
+  S& stages;
+  float (&bias)[2][kColumns];
+  u32 base;
+
+  template <typename Body>
+  __device__ __forceinline__ void each_tile(Body body) const {
+    for (int index = static_cast<int>(blockIdx.x); index < p.total; index += static_cast<int>(gridDim.x)) {
+      body(product_tile<kColumns>(p, index));
+    }
+  }
+
+  __device__ __forceinline__ void produce() const {
+    if (threadIdx.x == 0) {
+      tma::prefetch(&p.x);
+      tma::prefetch(&p.weights);
+      tma::prefetch(&p.y);
+      wait_for_earlier_kernel();  // which packs the weights
+      Producer<S::kCount> at;
+      each_tile([&](const Tile& t) {
+        for (int step = 0; step < p.steps; ++step, at.next()) {
+          const u32 full = stages.acquire(at), to = base + at.stage * S::kBytes;
+          mbarrier::arrive_expect(full, S::kBytes);
+          tma::load(to, &p.x, full, step * 32, t.row, 0, t.i);
+          tma::load(to + kLeftBytes, &p.weights, full, step * (32 / kDeltas), t.col / kDeltas, 0, t.i);
+        }
+      });
+    }
+  }
+
+  __device__ __forceinline__ void consume() const {
+    const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
+    const u32 buffers = base + S::kCount * S::kBytes + warpgroup * 2 * kPieceBytes;
+    Consumer<S::kCount> at;
+    u32 turn = 0;  // pieces stored so far
+    each_tile([&](const Tile& t) {
+      const Bias<float, kColumns> carried(p, t);  // read while the products run
+      float d[kDeltas][kWidth / 2], unused[4];
+#pragma unroll
+      for (auto& of_delta : d) {
+        clear(of_delta);
+      }
+      multiply_tf32<tf32::InterleavedReader<kDeltas>, kDeltas, kWidth, false, false>(d, unused, p.steps, stages, base,
+                                                                                     at, 0);
+      if (p.bias != nullptr) {
+        carried.store(bias[warpgroup]);
+        named_barrier(1 + warpgroup, 128);
+        add_interleaved<kDeltas, kWidth>(d, bias[warpgroup]);
+      }
+#pragma unroll
+      for (auto& of_delta : d) {
+        activate(of_delta, p.activation);
+      }
+      const int row = t.row + warpgroup * 64;
+#pragma unroll
+      for (int piece = 0; piece < kColumns / 32; ++piece, ++turn) {
+        const int col = t.col + piece * 32;
+        store_in_turn<2>(
+            turn, buffers, 1 + warpgroup, [&](u32 buffer) { write_interleaved(d, piece, buffer); },
+            [&](u32 buffer) {
+              if (col < p.b && row < p.batch) {
+                tma::store(&p.y, buffer, col, row, 0, t.i);
+              }
+            });
+      }
+    });
+    finish_stores();
+  }
+};
+
+}  // namespace fretwork::kronecker::hopper
+
+// ----------------------------------------------------------------------------------------------------
+// The kernel.
+
+namespace fretwork::kronecker::hopper {
+
 /// kLast: the batch is the unit axis of x and y, else the features. kWeightsK: k is the unit axis of the weights, else
 /// j, which tf32 (T is float) has no instruction for. kDense: blocks of d products with zeros between, batch first.
-template <typename T, int kWidth, bool kLast, bool kWeightsK, bool kDense = false>
+/// kDeltas > 1: that many interleaved products at once.
+template <typename T, int kWidth, bool kLast, bool kWeightsK, bool kDense, int kDeltas>
 __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ ProductParams p) {
   extern __shared__ u8 raw[];
   __shared__ Stages<kWidth> stages;
   __shared__ int tiles[Stages<kWidth>::kCount];
-  __shared__ alignas(16) T bias[2][kWidth];
+  __shared__ alignas(16) T bias[2][kDeltas * kWidth];
   const u32 base = stages_in(raw);
-  if (!kLast || p.mapped) {  // apart, so that its code is in one piece
+  if constexpr (kDeltas > 1) {
+    init_barriers([&] { stages.make(1, 8); });
+    run_warp_specialized(InterleavedKernel<kDeltas, kWidth>{p, stages, bias, base});
+  } else if (!kLast || p.mapped) {  // apart, so that its code is in one piece
     make_tiles<T, kWidth, kLast, kWeightsK, kDense, false>(p, stages, tiles, bias, base);
   } else if constexpr (kLast) {
     make_tiles<T, kWidth, kLast, kWeightsK, kDense, true>(p, stages, tiles, bias, base);

@@ -17,12 +17,9 @@ namespace {
 
 namespace driver = fretwork::cuda;
 
-constexpr const char* kSource = "ops/kronecker/cuda/ieee.cuh";
-
 constexpr LineTile kProductLines[] = {{4, 2, 2}, {3, 2, 2}, {4, 4, 1}, {3, 4, 1}};
 constexpr LineTile kWeightLines[] = {{4, 2, 2}, {3, 2, 2}, {4, 1, 1}, {3, 1, 1}};
 
-const char* flag(bool f) { return f ? ", true" : ", false"; }
 int line_bytes(const LineTile& t, bool left_depth, bool right_depth) {
   const int ring = kLineStages * (line_words(t.rows(), left_depth) + line_words(t.cols(), right_depth));
   const int half = t.rows() / 2 * (t.cols() + 1);  // of the tile, on its way out
@@ -32,24 +29,17 @@ int delta_bytes(const DeltaTile& t, bool depth_inner) {
   return 4 * kDeltaStages * (delta_words(t.rows(), t.v, depth_inner) + delta_words(t.cols(), t.v, depth_inner));
 }
 KernelSpec line_kernel(const LineTile& t, bool left_depth, bool right_depth) {
-  return {kSource,
-          "fretwork::kronecker::ieee::product_ieee<" + std::to_string(t.quads) + ", " + std::to_string(t.warp_rows) +
-              ", " + std::to_string(t.warp_cols) + flag(left_depth) + flag(right_depth) + ">",
-          line_bytes(t, left_depth, right_depth)};
+  return kernel_spec("ieee", line_bytes(t, left_depth, right_depth), "ieee::product_ieee", t.quads, t.warp_rows,
+                     t.warp_cols, left_depth, right_depth);
 }
 KernelSpec delta_kernel(const DeltaTile& t, bool depth_inner) {
-  return {kSource,
-          "fretwork::kronecker::ieee::deltas_ieee<" + std::to_string(t.v) + ", " + std::to_string(t.e) + ", " +
-              std::to_string(t.c) + ", " + std::to_string(t.warps) + flag(depth_inner) + ">",
-          delta_bytes(t, depth_inner)};
+  return kernel_spec("ieee", delta_bytes(t, depth_inner), "ieee::deltas_ieee", t.v, t.e, t.c, t.warps, depth_inner);
 }
-KernelSpec order_kernel() { return {kSource, "fretwork::kronecker::ieee::order_weights<float>"}; }
 
 constexpr int kNeighbours = 2;  // δ of a thread
 
 std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
   std::vector<KernelSpec> list;
-  list.push_back(order_kernel());
   for (const LineTile& t : kProductLines) {
     list.push_back(line_kernel(t, false, false));
     list.push_back(line_kernel(t, true, false));
@@ -71,7 +61,7 @@ std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
 const KernelList kKernels{"kronecker", list_kernels};
 
 bool here(DType dtype, const Sizes& s, const Machine& machine) {
-  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();  // weights are ordered in 32 bits
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();  // weights are packed in 32 bits
   return dtype == DType::f32 && s.a * s.c * s.d * (s.b + 3) < kMost && machine.precision == Precision::ieee &&
          machine.number >= 80;
 }
@@ -130,17 +120,6 @@ void launch(ProductParams& p, const DeltaTile& t, bool depth_inner, Context& con
               context.stream);
 }
 
-/// Sizes and strides of the weights' axes in the order that they are wanted in.
-void order(const Weights& w, void* to, const std::int64_t (&sizes)[4], const std::int64_t (&strides)[4],
-           std::int64_t line, Context& context) {
-  OrderParams p{w.data, to, {}, {}, static_cast<unsigned>(line), 0};
-  std::copy(std::begin(strides), std::end(strides), p.strides);
-  std::transform(std::begin(sizes), std::end(sizes), p.sizes, [](auto n) { return static_cast<unsigned>(n); });
-  p.count = static_cast<unsigned>(sizes[0] * sizes[1] * sizes[2] * line);
-  get_kernel(order_kernel(), context.device.index)
-      .launch(std::min<std::int64_t>(ceil_div(p.count, 256), 1 << 16), 256, 0, &p, context.stream);
-}
-
 /// Neighbouring δ that a CTA takes, or 0: what lies between them must be copied in 16 bytes.
 int deltas_of(std::int64_t d, std::int64_t b, std::int64_t c) {
   return d % 8 == 0 ? 8 : d % 4 == 0 ? 4 : d == 2 && b % 2 == 0 && c % 2 == 0 ? 2 : 0;
@@ -158,11 +137,13 @@ void run_deltas(const Problem& problem, int v, Context& context) {
   const auto& [a, b, c, d] = problem.sizes;
   const Weights& w = problem.w;
   ProductParams p = params_of(problem);
-  const bool plain = w.d == 1 && w.c == d && w.b % 4 == 0 && (a == 1 || w.a % 4 == 0) && is_aligned(w.data, 16);
+  // Runs of δ are read where they lie. Where they are short, 16 bytes hold those of two neighbouring k.
+  const bool runs = w.d == 1 && (w.c == d || (v >= 4 && w.c % 4 == 0));
+  const bool plain = runs && w.b % 4 == 0 && (a == 1 || w.a % 4 == 0) && is_aligned(w.data, 16);
   const Workspace packed(context, plain ? 0 : static_cast<std::size_t>(a * b * c * d) * 4);
-  p.right = {w.data, w.a, 1, w.b, d, 0, 0};
-  if (!plain) {
-    order(w, packed.data(), {a, b, c, d}, {w.a, w.b, w.c, w.d}, d, context);
+  p.right = {w.data, w.a, 1, w.b, w.c, 0, 0};
+  if (!plain) {  // as b matrices of c × d
+    pack({w.data, w.a, w.c, w.d, w.b}, {a, c, d, b}, DType::f32, {true, d}, packed.data(), context);
     p.right = {packed.data(), b * c * d, 1, c * d, d, 0, 0};
   }
   p.vector =
@@ -170,7 +151,7 @@ void run_deltas(const Problem& problem, int v, Context& context) {
   launch(p, delta_tile(v, b, v == 8 ? 8 : 4), true, context);  // warps as measured on an H200
 }
 
-/// Weights in lines along the outputs, which lanes read: as they are, or in an order of their own.
+/// Weights in lines along the outputs, which lanes read: as they are, or packed.
 struct LineWeights {
   Workspace packed;
   ProductOperand operand;
@@ -180,9 +161,8 @@ struct LineWeights {
         operand(as_is(problem)) {
     if (packed.data() != nullptr) {
       const auto& [a, b, c, d] = problem.sizes;
-      const Weights& w = problem.w;
       const std::int64_t line = ceil_div(b, 4) * 4;
-      order(w, packed.data(), {a, d, c, b}, {w.a, w.d, w.c, w.b}, line, context);
+      pack(problem.w, problem.sizes, DType::f32, {false, line}, packed.data(), context);
       operand = {packed.data(), d * c * line, c * line, 1, line, 1, 0};
     }
   }
@@ -259,7 +239,7 @@ struct GradientOrder {
 // ---------------------------------------------------------------------------------------------- costs
 
 /// FFMA operations per µs of one SM, in lines, and along eight neighbouring δ; along four they are as fast.
-constexpr double kLineOps = 3.3e5, kDeltaOps = 2.4e5, kStart = 2.5, kL2 = 6e6, kOrder = 3.5;
+constexpr double kLineOps = 3.3e5, kDeltaOps = 2.4e5, kStart = 2.5, kL2 = 6e6, kPack = 3.5;
 
 /// `rows` × `cols` tiles of `threads`, of which an SM has 256 at once.
 double tile_cost(const Problem& p, std::int64_t rows, std::int64_t cols, std::int64_t v, int threads, double ops,
@@ -278,14 +258,12 @@ double tile_cost(const Problem& p, std::int64_t rows, std::int64_t cols, std::in
 double line_cost(const Problem& p, double multiprocessors) {
   const LineTile& t = choose(kProductLines, p.batch, p.sizes.b);
   return tile_cost(p, t.rows(), t.cols(), 1, t.threads(), kLineOps, multiprocessors) +
-         (LineWeights::plain(p) ? 0.0 : kOrder);
+         (LineWeights::plain(p) ? 0.0 : kPack);
 }
 
 bool reads_deltas(const Problem& p) {
   return deltas_of(p.sizes.d, p.sizes.b, p.sizes.c) > 0 && along_deltas(p.x, p.batch);
 }
-
-}  // namespace
 
 bool fits(const Problem& p, const Config& config, const Machine& machine) {
   const Sizes& s = p.sizes;
@@ -352,18 +330,21 @@ void launch(const WeightProblem& problem, const Config& /*config*/, Context& con
   p.pieces = pieces_of(problem.batch, tiles, slots);
   p.piece = ceil_div(std::max<std::int64_t>(problem.batch, 1), p.pieces * kLineStep) * kLineStep;
   const Workspace sums(context, static_cast<std::size_t>(p.pieces * p.out_piece) * 4);
-  const Weights& w = problem.d_w;
   if (deltas) {
     p.out = {sums.data(), b * c * d, 1, c * d, d, 0, 0};
     p.vector = true;
     launch(p, neighbours, false, context);
-    sum_pieces(sums.data(), p.pieces, DType::f32, w.data, {a, b, c, d}, {w.a, w.b, w.c, w.d}, context);
   } else {
     p.out = {sums.data(), d * b * c, b * c, c, 1, 2, 0};
     launch(p, lines, !first, !first, context);
-    sum_pieces(sums.data(), p.pieces, DType::f32, w.data, {a, d, b, c}, {w.a, w.d, w.b, w.c}, context);
   }
-  sum_batch(problem, context);
+  const BatchSums bias(problem, context);
+  reduce(problem, {sums.data(), p.pieces, !deltas, bias.space.data(), bias.pieces}, context);
 }
+
+}  // namespace
+
+constinit const Functions<Problem> kProduct{fits, cost, launch};
+constinit const Functions<WeightProblem> kGradient{fits, cost, launch};
 
 }  // namespace fretwork::kronecker::ieee

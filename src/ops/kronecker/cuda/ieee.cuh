@@ -325,19 +325,6 @@ __global__ void __launch_bounds__(32 * WarpRows * WarpCols, 8 / (WarpRows * Warp
                                                                 col);
 }
 
-/// Threads follow what is written. A template, or every kernel of this file would be compiled with it.
-template <typename T>
-__global__ void __launch_bounds__(256) order_weights(const __grid_constant__ OrderParams p) {
-  for (u32 n = blockIdx.x * 256 + threadIdx.x; n < p.count; n += gridDim.x * 256) {
-    const u32 last = n % p.line, outer = n / p.line, second = outer / p.sizes[2], first = second / p.sizes[1];
-    if (last < p.sizes[3]) {
-      static_cast<T*>(p.to)[n] =
-          static_cast<const T*>(p.from)[first * p.strides[0] + second % p.sizes[1] * p.strides[1] +
-                                        outer % p.sizes[2] * p.strides[2] + last * p.strides[3]];
-    }
-  }
-}
-
 }  // namespace fretwork::kronecker::ieee
 
 // ----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <limits>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "ops/kronecker/cuda/families.h"
@@ -22,25 +23,19 @@ using hopper::RegroupParams;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
 
-constexpr const char* kSource = "ops/kronecker/cuda/pack.cuh";
-
-int narrowed(std::int64_t value) { return static_cast<int>(value); }
+/// The unsigned type of an element's bits.
+std::string bits_of(int bytes) { return "fretwork::u" + std::to_string(8 * bytes); }
 
 KernelSpec pack_instance(DType dtype, bool tf32) {
-  const char* const bits = size_of(dtype) == 2 ? "fretwork::u16" : tf32 ? "float" : "fretwork::u32";
-  return {kSource, std::string("fretwork::kronecker::hopper::pack<") + bits + ">"};
+  return kernel_spec("pack", 0, "hopper::pack", tf32 ? "float" : bits_of(size_of(dtype) == 2 ? 2 : 4));
 }
 KernelSpec pack_dense_instance(DType dtype) {
-  return {kSource, std::string("fretwork::kronecker::hopper::pack_dense<") +
-                       (size_of(dtype) == 2 ? "fretwork::u16>" : "float>")};
+  return kernel_spec("pack", 0, "hopper::pack_dense", size_of(dtype) == 2 ? bits_of(2) : "float");
 }
-KernelSpec regroup_instance(int bytes, int deltas, bool back) {
-  return {kSource, std::string("fretwork::kronecker::hopper::regroup<fretwork::u") + std::to_string(8 * bytes) + ", " +
-                       std::to_string(deltas) + (back ? ", true>" : ", false>")};
-}
-/// fp32 with d = 4.
-KernelSpec regroup_four_instance(bool back) {
-  return {kSource, std::string("fretwork::kronecker::hopper::regroup_four") + (back ? "<true>" : "<false>")};
+KernelSpec strided_instance(DType dtype, int deltas) { return kernel_spec("pack", 0, "strided::pack", dtype, deltas); }
+/// `whole`: fp32 with d = 4.
+KernelSpec regroup_instance(int bytes, int deltas, bool back, bool whole) {
+  return kernel_spec("pack", 0, "hopper::regroup", bits_of(bytes), deltas, back, whole);
 }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
@@ -53,20 +48,24 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
     list.push_back(pack_dense_instance(DType::f16));
     list.push_back(pack_dense_instance(DType::f32));
   }
-  list.push_back(regroup_four_instance(false));
-  list.push_back(regroup_four_instance(true));
-  for (const auto& [bytes, deltas] : {std::pair{2, 2}, {2, 4}, {2, 8}, {4, 2}, {4, 4}}) {
-    list.push_back(regroup_instance(bytes, deltas, false));
+  for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
+    for (int v = 32 / bytes_of(dtype); v >= 2; v /= 2) {
+      list.push_back(strided_instance(dtype, v));
+    }
+  }
+  for (const auto& [bytes, deltas, whole] :
+       {std::tuple{2, 2, false}, {2, 4, false}, {2, 8, false}, {4, 2, false}, {4, 4, false}, {4, 4, true}}) {
+    list.push_back(regroup_instance(bytes, deltas, false, whole));
     if (arch == "sm_90a" || bytes == 4) {
-      list.push_back(regroup_instance(bytes, deltas, true));
+      list.push_back(regroup_instance(bytes, deltas, true, whole));
     }
   }
   return list;
 }
 const KernelList kKernels{"kronecker", list_kernels, kLeastArch};
 
-/// Packing by type (three), then regrouping by type, δ and way, then with d = 4, then packing dense blocks.
-constinit KernelTable<3 + 2 * 7 + 2> kernels;
+/// Packing by type (three), then regrouping by type, δ and way, the last of fp32 with d = 4, then packing dense blocks.
+constinit KernelTable<3 + 2 * 6 + 2> kernels;
 
 /// Lines of `entries`, as memory has them.
 struct Shape {
@@ -104,14 +103,12 @@ bool pack_in_registers(const Weights& w, const Sizes& s, const Shape& shape, DTy
 }
 
 KernelSpec convert_instance(bool to_dense, int bytes, bool small) {
-  const char* const bits = bytes == 2 ? "fretwork::u16" : bytes == 4 ? "fretwork::u32" : "fretwork::u64";
-  return {kSource, std::string("fretwork::kronecker_convert<") + bits +
-                       (small ? ", fretwork::u32" : ", fretwork::i64") + (to_dense ? ", true>" : ", false>")};
+  return kernel_spec("pack", 0, "convert", bits_of(bytes), small ? "fretwork::u32" : "fretwork::i64", to_dense);
 }
 
-KroneckerConvertParams convert_params(const ConvertProblem& p) {
+ConvertParams convert_params(const ConvertProblem& p) {
   const auto& s = p.sizes;
-  KroneckerConvertParams q{};
+  ConvertParams q{};
   q.w = p.w.data;
   q.w_a = p.w.a;
   q.w_b = p.w.b;
@@ -161,20 +158,17 @@ void pack_dense(const Weights& w, const Sizes& s, DType dtype, const Lines& line
   params.units = Divisor(units);
   params.p = Divisor(shape.lines);
   params.d = Divisor(s.d);
-  kernels.get(size_of(dtype) == 2 ? 17 : 18, context.device.index, [&] { return pack_dense_instance(dtype); })
+  kernels.get(size_of(dtype) == 2 ? 15 : 16, context.device.index, [&] { return pack_dense_instance(dtype); })
       .launch(ceil_div(params.total, hopper::kPackThreads), hopper::kPackThreads, 0, &params, context.stream);
 }
 
 void regroup(const RegroupParams& params, int bytes, bool back, const Context& context) {
   const int deltas = std::min(params.d, 16 / bytes);
-  if (bytes == 4 && params.d == 4) {
-    kernels.get(back ? 16 : 15, context.device.index, [&] { return regroup_four_instance(back); })
-        .launch(ceil_div(params.total, hopper::kRegroupThreads), hopper::kRegroupThreads, 0, &params, context.stream);
-    return;
-  }
+  const bool whole = bytes == 4 && params.d == 4;
+  const int place = (whole ? 5 : bytes / 4 * 3 + deltas / 4) * 2 + (back ? 1 : 0);
   kernels
-      .get(3 + static_cast<std::size_t>((bytes / 4 * 3 + deltas / 4) * 2 + (back ? 1 : 0)), context.device.index,
-           [&] { return regroup_instance(bytes, deltas, back); })
+      .get(3 + static_cast<std::size_t>(place), context.device.index,
+           [&] { return regroup_instance(bytes, deltas, back, whole); })
       .launch(ceil_div(params.total, hopper::kRegroupThreads), hopper::kRegroupThreads, 0, &params, context.stream);
 }
 
@@ -217,6 +211,31 @@ void pack(const Weights& w, const Sizes& s, DType dtype, const Lines& lines, voi
       .launch(s.a * wide_tiles * deep_tiles, hopper::kPackThreads, 0, &params, context.stream);
 }
 
+void pack_strided(const Problem& problem, int deltas, int slab, int slabs, int steps, bool turned, void* to,
+                  const Context& context) {
+  const Sizes& s = problem.sizes;
+  strided::PackParams params{};
+  params.from = problem.w.data;
+  params.to = to;
+  params.stride_a = problem.w.a;
+  params.stride_b = problem.w.b;
+  params.stride_c = problem.w.c;
+  params.stride_d = problem.w.d;
+  params.rows = s.a * (s.d / deltas) * slabs * steps * slab;
+  params.b = narrowed(s.b);
+  params.c = narrowed(s.c);
+  params.d = narrowed(s.d);
+  params.slab = slab;
+  params.slabs = slabs;
+  params.steps = steps;
+  params.turned = turned;
+  const int size = bytes_of(problem.dtype), bytes = std::min(16, deltas * size);
+  const Weights& w = problem.w;
+  params.vector = w.d == 1 && is_aligned(w.data, {w.a, w.b, w.c}, size, bytes);
+  get_kernel(strided_instance(problem.dtype, deltas), context.device.index)
+      .launch(ceil_div(2 * params.rows, strided::kThreads), strided::kThreads, 0, &params, context.stream);
+}
+
 double regroup_cost(const Sizes& s, std::int64_t batch, DType dtype, double multiprocessors) {
   constexpr double kLaunches = 6.8;  // µs of two passes over nothing
   return cost::pass(kLaunches, 2 * batch_bytes(s, batch, dtype), cost::kMemory, multiprocessors);
@@ -251,7 +270,7 @@ void regroup(const Matrix& m, void* grouped, std::int64_t width, std::int64_t ba
 void cuda::convert(const ConvertProblem& problem, Context& context) {
   constexpr std::int64_t kPerBlock = kConvertThreads * kConvertElements;
   const fretwork::cuda::DeviceScope scope(context.device.index);
-  const KroneckerConvertParams p = convert_params(problem);
+  const ConvertParams p = convert_params(problem);
   const bool small = p.total <= std::numeric_limits<std::uint32_t>::max();
   if (!problem.to_dense) {
     fretwork::cuda::fill_ones(problem.outside, sizeof(*problem.outside), context.stream);  // none is outside

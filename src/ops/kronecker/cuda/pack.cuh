@@ -157,8 +157,7 @@ __global__ void __launch_bounds__(kPackThreads) unpack(const __grid_constant__ U
 }  // namespace fretwork::kronecker::hopper
 
 // ----------------------------------------------------------------------------------------------------
-// Transposes rows of x, y or weights from [k][l] to [l][k] and back. A thread, or four threads, transpose eight
-// features of L neighbouring δ in registers; both sides move 16 bytes at a time.
+// Transposes rows of x, y or weights from [k][l] to [l][k] and back, in registers; both sides move 16 bytes at a time.
 
 namespace fretwork::kronecker::hopper {
 
@@ -200,17 +199,16 @@ __device__ __forceinline__ void turn(u32 (&to)[kColumns][kRows * sizeof(Bits) / 
       if constexpr (sizeof(Bits) == 4) {
         to[c][w] = from[w][c];
       } else {
-        to[c][w] = __byte_perm(from[2 * w][c / 2], from[2 * w + 1][c / 2], c % 2 != 0 ? 0x7632 : 0x5410);
+        to[c][w] = pair_halves(from[2 * w][c / 2], from[2 * w + 1][c / 2], c % 2);
       }
     }
   }
 }
 
-/// L: the δ of 16 bytes, or d where that is less. Strided features are `d` elements apart; grouped ones are neighbours.
+/// A thread transposes eight features of L neighbouring δ.
 template <typename Bits, int L, bool Back>
-__global__ void __launch_bounds__(kRegroupThreads) regroup(const __grid_constant__ RegroupParams p) {
+__device__ __forceinline__ void regroup_by_threads(const RegroupParams& p) {
   constexpr int kRow = L * sizeof(Bits) / 4, kLine = 2 * sizeof(Bits);  // words
-  let_next_kernel_start();
   const int index = static_cast<int>(blockIdx.x) * kRegroupThreads + static_cast<int>(threadIdx.x);
   if (index >= p.total) {
     return;
@@ -280,8 +278,7 @@ __device__ __forceinline__ void turn_four(u32 (&v)[4]) {
 /// The same of fp32 with d = 4, where a feature is 16 bytes: a lane moves one, and four lanes turn four around, so that
 /// neighbouring lanes have neighbours in memory on both sides.
 template <bool Back>
-__global__ void __launch_bounds__(kRegroupThreads) regroup_four(const __grid_constant__ RegroupParams p) {
-  let_next_kernel_start();
+__device__ __forceinline__ void regroup_by_lanes(const RegroupParams& p) {
   const i64 first = static_cast<i64>(blockIdx.x) * (kRegroupThreads * 8) + threadIdx.x;
   const int q = static_cast<int>(threadIdx.x % 4);
   u32 v[8][4];
@@ -315,17 +312,29 @@ __global__ void __launch_bounds__(kRegroupThreads) regroup_four(const __grid_con
   }
 }
 
+/// L: the δ of 16 bytes, or d where that is less. Strided features are `d` elements apart; grouped ones are neighbours.
+/// kWhole: fp32 with d = 4.
+template <typename Bits, int L, bool Back, bool kWhole>
+__global__ void __launch_bounds__(kRegroupThreads) regroup(const __grid_constant__ RegroupParams p) {
+  let_next_kernel_start();
+  if constexpr (kWhole) {
+    regroup_by_lanes<Back>(p);
+  } else {
+    regroup_by_threads<Bits, L, Back>(p);
+  }
+}
+
 }  // namespace fretwork::kronecker::hopper
 
 // ----------------------------------------------------------------------------------------------------
 // Packs weights of any strides in the order in which strided.cuh reads them.
 
-namespace fretwork {
+namespace fretwork::kronecker::strided {
 
 /// Which k of a step the fragments' place `slot` means: with few δ a lane's chunk holds several k, and they all serve
 /// the lane that loaded them.
 template <typename T, int V>
-__device__ __forceinline__ int strided_slot_k(int slot, bool turned) {
+__device__ __forceinline__ int slot_k(int slot, bool turned) {
   if (turned) {
     const int t = slot % 8 / 2;
     return 4 * t + ((slot / 8 * 2 + slot % 2) ^ t);
@@ -342,13 +351,13 @@ __device__ __forceinline__ int strided_slot_k(int slot, bool turned) {
 /// Which column of eight stands at place `f` of a fragment: with whole chunks of δ the four lanes of a row store
 /// neighbours.
 template <typename T, int V>
-__device__ __forceinline__ int strided_column(int f) {
+__device__ __forceinline__ int column(int f) {
   return V >= chunk_of<T> ? f % 2 * 4 + f / 2 : f;
 }
 
 /// A thread writes one chunk (half the K of a step, one column) for each of V δ. Chunks are fastest, then columns.
 template <typename T, int V>
-__global__ void __launch_bounds__(256) strided_pack(const __grid_constant__ kronecker::strided::PackParams p) {
+__global__ void __launch_bounds__(256) pack(const __grid_constant__ PackParams p) {
   constexpr int kChunk = chunk_of<T>;
   let_next_kernel_start();
   const i64 item = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
@@ -366,13 +375,13 @@ __global__ void __launch_bounds__(256) strided_pack(const __grid_constant__ kron
   const int deltas = p.d / V;
   const int l = static_cast<int>(block % deltas) * V;
   const i64 i = block / deltas;
-  const int j = slab * p.slab + place / 8 * 8 + strided_column<T, V>(place % 8);
+  const int j = slab * p.slab + place / 8 * 8 + column<T, V>(place % 8);
   const T* from = static_cast<const T*>(p.from) + i * p.stride_a + j * p.stride_b + l * p.stride_d;
 
   T values[V][kChunk];
 #pragma unroll
   for (int s = 0; s < kChunk; ++s) {
-    const int k = step * 2 * kChunk + strided_slot_k<T, V>(half * kChunk + s, p.turned);
+    const int k = step * 2 * kChunk + slot_k<T, V>(half * kChunk + s, p.turned);
     const bool inside = j < p.b && k < p.c;
     const T* here = from + k * p.stride_c;
     constexpr int kMany = V < kChunk ? V : kChunk;
@@ -408,7 +417,7 @@ __global__ void __launch_bounds__(256) strided_pack(const __grid_constant__ kron
   }
 }
 
-}  // namespace fretwork
+}  // namespace fretwork::kronecker::strided
 
 // ----------------------------------------------------------------------------------------------------
 // Packs the weights of two factors in the orders in which the threads of chain.cuh and chain_wide.cuh hold them.
@@ -484,11 +493,11 @@ __global__ void __launch_bounds__(kPackThreads) pack(const __grid_constant__ Pac
 // Copies between the weights of a Kronecker factor and its dense matrix. Threads follow the order of the matrix, which
 // is the larger of the two.
 
-namespace fretwork {
+namespace fretwork::kronecker {
 
 /// Index: u32 where the total allows, as long divisions would cost more than the copy.
 template <typename Bits, typename Index, bool TO_DENSE>
-__global__ void __launch_bounds__(kConvertThreads) kronecker_convert(const __grid_constant__ KroneckerConvertParams p) {
+__global__ void __launch_bounds__(kConvertThreads) convert(const __grid_constant__ ConvertParams p) {
   const i64 first = static_cast<i64>(blockIdx.x) * kConvertThreads * kConvertElements + threadIdx.x;
   const auto cut = [](Index& rest, i64 size) {
     const Index part = rest % static_cast<Index>(size);
@@ -518,4 +527,4 @@ __global__ void __launch_bounds__(kConvertThreads) kronecker_convert(const __gri
   }
 }
 
-}  // namespace fretwork
+}  // namespace fretwork::kronecker

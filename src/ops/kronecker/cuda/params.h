@@ -39,12 +39,16 @@ struct BatchSumParams {
   void* to;  ///< pieces × features, in the type of sums
 };
 
-/// to = Σ_p from[p], element by element; to has the shape (a, b, c, d) and any strides.
-struct PieceSumParams {
-  const void* from;
-  long long pieces, count;
-  void* to;
-  long long sizes[4], strides[4];
+/// The pieces of d_w, and of d_bias where there are some, follow each other, in the type of sums. `sizes` are in the
+/// order in which a piece of d_w lies, `strides` those of the result.
+struct ReduceParams {
+  const void *partials, *bias_partials;
+  void *to, *bias;
+  long long weights, features;  ///< of a piece
+  long long sizes[4], strides[4], bias_stride;
+  unsigned weight_ctas;  ///< those after add up the bias
+  int pieces, slices, bias_pieces, bias_slices;
+  bool contiguous;  ///< the result is, and aligned
 };
 
 }  // namespace fretwork::kronecker
@@ -52,10 +56,10 @@ struct PieceSumParams {
 // ----------------------------------------------------------------------------------------------------
 // Parameters of the copies between weights and dense matrices.
 
-namespace fretwork {
+namespace fretwork::kronecker {
 
 /// Strides count elements.
-struct KroneckerConvertParams {
+struct ConvertParams {
   void* w;
   long long w_a, w_b, w_c, w_d;
   void* dense;
@@ -67,7 +71,7 @@ struct KroneckerConvertParams {
 
 inline constexpr int kConvertThreads = 256, kConvertElements = 4;  // of one thread, so that several reads are under way
 
-}  // namespace fretwork
+}  // namespace fretwork::kronecker
 
 // ----------------------------------------------------------------------------------------------------
 // Parameters of the small-batch kernels for any strides.
@@ -177,14 +181,6 @@ struct Params {
 // Parameters of the exact fp32 kernels.
 
 namespace fretwork::kronecker::ieee {
-
-/// Weights in the order that a kernel reads: the four axes from the outermost, lines of the last `line` elements apart.
-struct OrderParams {
-  const void* from;
-  void* to;
-  long long strides[4];
-  unsigned sizes[4], line, count;
-};
 
 /// Tiles of product_ieee: 64·warp_rows × 16·quads·warp_cols.
 struct LineTile {
@@ -325,14 +321,6 @@ struct ClusterGradientTile {
   constexpr int shared() const { return 1024 + ring() * stage(); }
 };
 
-/// The CTAs of a cluster's row share d_y, those of a column share x. In `weight` slabs and groups count clusters. Both
-/// maps are (δ, n, j or k, i), or where d is 16 (4 columns · δ, n, j or k by four, i).
-struct ClusterWeightParams {
-  Map x, dy;
-  WeightParams weight;
-  int cluster_rows, cluster_columns;
-};
-
 /// Hopper, d = V = 2 or 4: eight warps, four along j and two along k, sum 128 j × 256/V k × V δ; or, where V = 4,
 /// `broad`: two and four, 64 j × 128 k, as many lines. Memory moves in lines of 128 bytes, 64/V columns of all δ,
 /// `kDepth` rows of the batch at a time.
@@ -353,23 +341,14 @@ struct FlatTile {
   constexpr int shared() const { return 1024 + ring() * stage(); }
 };
 
-struct FlatWeightParams {
-  Map x, dy;  ///< (k or j · δ, i, n)
+/// The CTAs of a cluster's row share d_y, those of a column share x; FlatTile has no clusters. In `weight` slabs and
+/// groups count clusters. Both maps are (δ, n, j or k, i), or where d is 16 (4 columns · δ, n, j or k by four, i), or
+/// of a FlatTile (k or j · δ, i, n).
+struct ClusterWeightParams {
+  Map x, dy;
   WeightParams weight;
-  bool skip;  ///< what lies outside is not multiplied
-};
-
-struct ReduceParams {
-  const float* partials;
-  const float* bias_partials;
-  void* to;
-  void* bias;
-  long long weights, features;
-  long long stride_a, stride_b, stride_c, stride_d, bias_stride;
-  unsigned weight_ctas;  ///< those after add up the bias
-  int pieces, slices, bias_pieces, bias_slices;
-  int b, c, d;
-  bool contiguous;  ///< d_w is, and aligned
+  int cluster_rows, cluster_columns;
+  bool skip;  ///< FlatTile: what lies outside is not multiplied
 };
 
 }  // namespace fretwork::kronecker::strided
@@ -384,20 +363,22 @@ namespace fretwork::kronecker::hopper {
 inline constexpr int kRows = 128, kThreads = 384;
 inline constexpr int kStagingBytes = 32768;  ///< where results wait for the copy engine
 
-constexpr int stage_bytes(int width) { return (kRows + width) * 128; }
+/// `deltas`: of gradients that add up so many products (2 or 4) at once, else 1.
+constexpr int stage_bytes(int width, int deltas = 1) { return (kRows + width) * deltas * 128; }
 /// As many as fit; eight hide the latency of memory.
-constexpr int stages(int width) { return 196608 / stage_bytes(width) < 8 ? 196608 / stage_bytes(width) : 8; }
+constexpr int stages(int width, int deltas = 1) {
+  const int fit = 196608 / stage_bytes(width, deltas);
+  return fit < 8 ? fit : 8;
+}
 /// The ring begins at a multiple of 1024 bytes, after two barriers for each stage.
 constexpr int shared_bytes(int width) { return stages(width) * (stage_bytes(width) - 16) + kStagingBytes + 1024; }
 
 /// Of products, which have the number of a stage's tile beside its barriers.
 constexpr int product_shared_bytes(int width) { return shared_bytes(width) - 4 * stages(width); }
 
-/// Of gradients that add up `deltas` (2 or 4) products at once.
-constexpr int interleaved_stage_bytes(int deltas) { return (kRows * deltas + 256) * 128; }
-constexpr int interleaved_stages(int deltas) { return deltas == 4 ? 2 : 3; }
-constexpr int interleaved_shared_bytes(int deltas) {
-  return interleaved_stages(deltas) * interleaved_stage_bytes(deltas) + 1024;
+/// Of gradients: those of one product at a time have ones behind the stages.
+constexpr int gradient_shared_bytes(int width, int deltas) {
+  return deltas == 1 ? shared_bytes(width) : stages(width, deltas) * stage_bytes(width, deltas) + 1024;
 }
 
 /// Operands in global memory, for threads that read or write them without the copy engine: lines that it cannot

@@ -36,10 +36,6 @@ __device__ __forceinline__ quad load_quad(u32 address) {
   return v;
 }
 
-__device__ __forceinline__ void copy_async_8(u32 shared, const void* global, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
-}
-
 /// Waits for all but the newest `ring` − 2 groups.
 __device__ __forceinline__ void wait_ring(int ring) {
   if (ring == 4) {
@@ -49,11 +45,6 @@ __device__ __forceinline__ void wait_ring(int ring) {
   } else {
     copy_async_wait<0>();
   }
-}
-
-/// Halves `odd` of two words: (low's, high's).
-__device__ __forceinline__ u32 pair_halves(u32 low, u32 high, int odd) {
-  return __byte_perm(low, high, odd ? 0x7632 : 0x5410);
 }
 
 /// One chunk of a row: elements (k, δ) from k = `k` on, of `limit` in all; `from` points to (k, δ 0). A chunk holds
@@ -74,7 +65,7 @@ __device__ __forceinline__ void copy_chunk(u32 to, const T* from, int k, int lim
       for (int m = 0; m < kMany; ++m) {
         const T* element = m < left ? from + static_cast<i64>(m) * d : from;
         if constexpr (V * kSize == 8) {
-          copy_async_8(to + 8 * m, element, m < left ? 8 : 0);
+          copy_async_small<8>(to + 8 * m, element, m < left ? 8 : 0);
         } else {
           copy_async_4(to + 4 * m, element, m < left ? 4 : 0);
         }
@@ -92,11 +83,6 @@ template <typename T, int V>
 __device__ __forceinline__ int chunk_delta(int q) {
   return V > chunk_of<T> ? q % (V / chunk_of<T>)*chunk_of<T> : 0;
 }
-
-}  // namespace fretwork::kronecker::strided
-
-namespace fretwork {
-namespace kronecker::strided {
 
 /// Where chunk `q` of row `n` of a stage lies, XORed to q: the eight lanes that load together (two rows, four k) then
 /// meet eight different 16-byte banks.
@@ -401,14 +387,11 @@ struct Product {
   }
 };
 
-}  // namespace kronecker::strided
-
 /// CTA: group (slab of columns, then δ, then i) and piece of the batch. The ring of stages runs on across its tiles.
 template <typename T, int Products, int V, int WM>
-__global__ void __launch_bounds__(kronecker::strided::kThreads, 1)
-    strided_product(const __grid_constant__ kronecker::strided::ProductParams p) {
-  using Work = kronecker::strided::Product<T, V, WM>;
-  constexpr kronecker::strided::Tile kTile = Work::kTile;
+__global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ ProductParams p) {
+  using Work = Product<T, V, WM>;
+  constexpr Tile kTile = Work::kTile;
   extern __shared__ __align__(128) u8 shared[];
   const int group = static_cast<int>(blockIdx.x) % p.groups, piece = static_cast<int>(blockIdx.x) / p.groups;
   const int slab = group % p.slabs, block = group / p.slabs;
@@ -464,7 +447,7 @@ __global__ void __launch_bounds__(kronecker::strided::kThreads, 1)
     Work::start(p, sums, bias, columns);
 #pragma unroll 1
     for (int stage = 0; stage < p.stages; ++stage) {
-      kronecker::strided::wait_ring(p.ring);
+      wait_ring(p.ring);
       __syncthreads();
       ask();
       const u32 x_at = ring + slot * stage_bytes;
@@ -484,4 +467,4 @@ __global__ void __launch_bounds__(kronecker::strided::kThreads, 1)
   }
 }
 
-}  // namespace fretwork
+}  // namespace fretwork::kronecker::strided

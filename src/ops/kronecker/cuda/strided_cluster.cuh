@@ -14,8 +14,7 @@
 #include "device/wgmma.cuh"
 #include "ops/kronecker/cuda/strided.cuh"
 
-namespace fretwork {
-namespace kronecker::strided {
+namespace fretwork::kronecker::strided {
 
 /// Boxes and bytes to the same place in every CTA of `mask`, counted by the barrier at the same place.
 __device__ __forceinline__ void load_shared_box(u32 to, const void* map, u32 barrier, int x, int y, int z, u16 mask) {
@@ -384,21 +383,18 @@ struct ClusterKernel {
   __device__ __forceinline__ void consume() const { Work::consume(p, seat, first, by, base, barriers); }
 };
 
-}  // namespace kronecker::strided
-
 /// Clusters take the items in turn: slabs of columns fastest, then δ, then i, then rows.
 template <typename T, int V, int Columns, bool kFlat>
-__global__ void __launch_bounds__(kronecker::strided::ClusterTile::kThreads, 1)
-    strided_cluster(const __grid_constant__ kronecker::strided::ClusterParams p) {
-  using Work = kronecker::strided::ClusterWork<T, V, Columns, kFlat>;
+__global__ void __launch_bounds__(ClusterTile::kThreads, 1) cluster_product(const __grid_constant__ ClusterParams p) {
+  using Work = ClusterWork<T, V, Columns, kFlat>;
   extern __shared__ __align__(128) u8 shared[];
   __shared__ __align__(16) typename Work::Barriers barriers;
   const u32 base = stages_in(shared);
-  const kronecker::strided::ClusterSeat seat(p.cluster_rows, p.cluster_columns);
+  const ClusterSeat seat(p.cluster_rows, p.cluster_columns);
   const u32 size = static_cast<u32>(seat.rows * seat.columns);
   const i64 first = blockIdx.x / size, by = gridDim.x / size;
   init_barriers([&] { barriers.make(1, 8 * (seat.rows + seat.columns - 1)); });
-  run_warp_specialized(kronecker::strided::ClusterKernel<Work>{p, seat, base, barriers, first, by});
+  run_warp_specialized(ClusterKernel<Work>{p, seat, base, barriers, first, by});
 }
 
-}  // namespace fretwork
+}  // namespace fretwork::kronecker::strided

@@ -3,14 +3,12 @@
 //
 // Products over the batch for V neighbouring δ at once, rows j and columns k. Both operands come as [n][j or k][δ], and
 // the halves of a lane's 16-byte loads at n and n + 1 pair up into fragments of either. A CTA takes a piece of the
-// batch and writes its partial sums to a workspace; strided_reduce adds the pieces in a fixed order.
+// batch and writes its partial sums to a workspace; reduce (generic.cuh) adds the pieces in a fixed order.
 #pragma once
 
-#include "device/barrier.cuh"
 #include "ops/kronecker/cuda/strided.cuh"
 
-namespace fretwork {
-namespace kronecker::strided {
+namespace fretwork::kronecker::strided {
 
 /// Row n, chunk q of a stage: the eight lanes that load together (four n, two chunks) meet different 16-byte banks.
 template <typename T, int V>
@@ -212,14 +210,11 @@ struct Gradient {
   }
 };
 
-}  // namespace kronecker::strided
-
 /// CTA: group (slab of k fastest, then of j, then δ, then i) and piece of the batch.
 template <typename T, int Products, int V, int WM>
-__global__ void __launch_bounds__(kronecker::strided::kThreads, 1)
-    strided_weight(const __grid_constant__ kronecker::strided::WeightParams p) {
-  using Work = kronecker::strided::Gradient<T, V, WM>;
-  constexpr kronecker::strided::Tile kTile = Work::kTile;
+__global__ void __launch_bounds__(kThreads, 1) gradient(const __grid_constant__ WeightParams p) {
+  using Work = Gradient<T, V, WM>;
+  constexpr Tile kTile = Work::kTile;
   extern __shared__ __align__(128) u8 shared[];
   const int group = static_cast<int>(blockIdx.x) % p.groups, piece = static_cast<int>(blockIdx.x) / p.groups;
   const int slab_c = group % p.slabs_c, slab_b = group / p.slabs_c % p.slabs_b, block = group / p.slabs_c / p.slabs_b;
@@ -260,7 +255,7 @@ __global__ void __launch_bounds__(kronecker::strided::kThreads, 1)
   int slot = 0;
 #pragma unroll 1
   for (i64 stage = first; stage < last; ++stage) {
-    kronecker::strided::wait_ring(p.ring);
+    wait_ring(p.ring);
     __syncthreads();
     ask();
     const u32 left = ring + slot * kTile.batch_stage();
@@ -281,103 +276,4 @@ __global__ void __launch_bounds__(kronecker::strided::kThreads, 1)
   }
 }
 
-/// `count` sums at `at` of each piece, added in a fixed order: a CTA's slices take every so many pieces, and each
-/// thread adds what they have, in shared memory.
-template <int kWide>
-__device__ __forceinline__ void add_pieces(float (&sum)[kWide], const float* from, i64 count, i64 at, int pieces,
-                                           int slices, float* shared) {
-  constexpr int kAhead = 4;
-  const int each = kronecker::strided::kThreads / slices, own = static_cast<int>(threadIdx.x) % each;
-#pragma unroll
-  for (float& one : sum) {
-    one = 0.0f;
-  }
-  for (int piece = static_cast<int>(threadIdx.x) / each; piece < pieces && at < count; piece += kAhead * slices) {
-    float loaded[kAhead][kWide];
-#pragma unroll
-    for (int n = 0; n < kAhead; ++n) {  // without branches, so that all are under way at once
-      const float* place = from + static_cast<i64>(min(piece + n * slices, pieces - 1)) * count + at;
-      if constexpr (kWide == 4) {
-        const float4 four = *reinterpret_cast<const float4*>(place);
-        loaded[n][0] = four.x, loaded[n][1] = four.y, loaded[n][2] = four.z, loaded[n][3] = four.w;
-      } else {
-        loaded[n][0] = *place;
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kAhead; ++n) {
-#pragma unroll
-      for (int e = 0; e < kWide; ++e) {
-        sum[e] += piece + n * slices < pieces ? loaded[n][e] : 0.0f;
-      }
-    }
-  }
-  if (slices > 1) {
-#pragma unroll
-    for (int e = 0; e < kWide; ++e) {
-      shared[e * kronecker::strided::kThreads + threadIdx.x] = sum[e];
-    }
-    __syncthreads();
-#pragma unroll
-    for (int e = 0; e < kWide; ++e) {
-      sum[e] = 0.0f;
-      for (int slice = 0; slice < slices; ++slice) {
-        sum[e] += shared[e * kronecker::strided::kThreads + slice * each + own];
-      }
-    }
-  }
-}
-
-/// Neighbours in aligned memory.
-template <typename T, int kWide>
-__device__ __forceinline__ void store_four(T* to, const float (&sum)[kWide]) {
-  u32 words[sizeof(T)];
-#pragma unroll
-  for (int n = 0; n < static_cast<int>(sizeof(T)); ++n) {
-    if constexpr (sizeof(T) == 2) {
-      words[n] = narrow<T>(sum[2 * n % kWide]).bits | static_cast<u32>(narrow<T>(sum[(2 * n + 1) % kWide]).bits) << 16;
-    } else {
-      words[n] = __float_as_uint(sum[n % kWide]);
-    }
-  }
-  store_words<static_cast<int>(sizeof(T))>(to, words);
-}
-
-/// Adds the pieces of d_w, kWide neighbours to a thread, and in the CTAs after those the pieces of d_bias; rounds once,
-/// and stores with the results' own strides.
-template <typename T, int kWide>
-__global__ void __launch_bounds__(kronecker::strided::kThreads)
-    strided_reduce(const __grid_constant__ kronecker::strided::ReduceParams p) {
-  constexpr int kThreads = kronecker::strided::kThreads;
-  __shared__ float shared[kThreads * kWide];
-  wait_for_earlier_kernel();
-  const bool weights = blockIdx.x < p.weight_ctas;
-  const int each = kThreads / (weights ? p.slices : p.bias_slices), own = static_cast<int>(threadIdx.x) % each;
-  const bool first = static_cast<int>(threadIdx.x) < each;
-  if (weights) {
-    const i64 at = (static_cast<i64>(blockIdx.x) * each + own) * kWide;
-    float sum[kWide];
-    add_pieces<kWide>(sum, p.partials, p.weights, at, p.pieces, p.slices, shared);
-    if (!first || at >= p.weights) {
-      return;
-    }
-    if (kWide == 4 && p.contiguous) {
-      store_four(static_cast<T*>(p.to) + at, sum);
-      return;
-    }
-#pragma unroll
-    for (int e = 0; e < kWide; ++e) {
-      const i64 n = at + e, l = n % p.d, k = n / p.d % p.c, j = n / p.d / p.c % p.b, i = n / p.d / p.c / p.b;
-      static_cast<T*>(p.to)[i * p.stride_a + j * p.stride_b + k * p.stride_c + l * p.stride_d] = narrow<T>(sum[e]);
-    }
-  } else {
-    const i64 at = static_cast<i64>(blockIdx.x - p.weight_ctas) * each + own;
-    float sum[1];
-    add_pieces<1>(sum, p.bias_partials, p.features, at, p.bias_pieces, p.bias_slices, shared);
-    if (first && at < p.features) {
-      static_cast<T*>(p.bias)[at * p.bias_stride] = narrow<T>(sum[0]);
-    }
-  }
-}
-
-}  // namespace fretwork
+}  // namespace fretwork::kronecker::strided

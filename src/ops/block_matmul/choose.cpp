@@ -31,8 +31,7 @@ std::string text_of(const Config& config) {
       return config.tile == 0 ? "hopper" : "hopper, tiles of " + std::to_string(config.tile) + " columns";
     case Family::small: {
       const SmallTile& tile = kSmallTiles[static_cast<std::size_t>(config.tile)];
-      return "small, tiles of " + std::to_string(tile.rows) + " × " + std::to_string(tile.cols) + ", " +
-             std::to_string(tile.warps) + " warps";
+      return "small, tiles of " + std::to_string(tile.rows) + " × " + std::to_string(tile.cols);
     }
     case Family::portable:
       return "portable, tiles of " + std::to_string(config.tile) + " columns";

@@ -80,21 +80,20 @@ struct SmallTile {
   /// CTAs on an SM with 227 KB of shared memory.
   constexpr int ctas() const { return 227 * 1024 / (ring_bytes() + 2 * 1024); }
 };
-inline constexpr SmallTile kSmallTiles[] = {{16, 16, 16, 16, 8, 3},  {16, 64, 16, 32, 4, 3}, {16, 128, 16, 32, 4, 3},
-                                            {16, 128, 16, 32, 8, 3}, {32, 64, 16, 32, 4, 4}, {32, 64, 16, 32, 8, 4},
-                                            {32, 128, 32, 32, 4, 3}, {64, 64, 32, 32, 4, 3}, {64, 64, 32, 32, 8, 3}};
-constexpr SmallTile small_tile(int rows, int cols, int warps) {
+inline constexpr SmallTile kSmallTiles[] = {{16, 16, 16, 16, 8, 3}, {16, 64, 16, 32, 4, 3},  {16, 128, 16, 32, 4, 3},
+                                            {32, 64, 16, 32, 4, 4}, {32, 128, 32, 32, 4, 3}, {64, 64, 32, 32, 4, 3}};
+constexpr SmallTile small_tile(int rows, int cols) {
   for (const SmallTile& tile : kSmallTiles) {
-    if (tile.rows == rows && tile.cols == cols && tile.warps == warps) {
+    if (tile.rows == rows && tile.cols == cols) {
       return tile;
     }
   }
   return {};
 }
 /// CTAs on an SM that a kernel's registers are limited for. What is shifted on its way needs more of them.
-constexpr int small_ctas(int rows, int cols, int warps, bool aligned) {
-  const int ctas = small_tile(rows, cols, warps).ctas();
-  return aligned || ctas * warps < 12 ? ctas : 12 / warps;
+constexpr int small_ctas(int rows, int cols, bool aligned) {
+  const int ctas = small_tile(rows, cols).ctas();
+  return aligned || ctas < 3 ? ctas : 3;
 }
 
 struct SmallParams {

@@ -32,8 +32,7 @@ KernelSpec instance(DType dtype, const SmallTile& tile, const Access& access) {
   const auto flag = [](bool value) { return value ? ", true" : ", false"; };
   return {"ops/block_matmul/cuda/small.cuh",
           std::string("fretwork::spmm_small<") + device_type(dtype) + ", " + std::to_string(tile.rows) + ", " +
-              std::to_string(tile.cols) + ", " + std::to_string(tile.warps) + flag(access.blocks_k) +
-              flag(access.dense_k) + flag(access.aligned) + ">",
+              std::to_string(tile.cols) + flag(access.blocks_k) + flag(access.dense_k) + flag(access.aligned) + ">",
           tile.ring_bytes()};
 }
 
@@ -55,7 +54,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"block_matmul", list_kernels};
 
-constinit KernelTable<256> kernels;
+constinit KernelTable<128> kernels;
 
 const Kernel& kernel_of(DType dtype, std::size_t tile, const Access& access, int device) {
   const std::size_t which = tile << 4 | (dtype == DType::f16 ? 0u : 8u) | (access.blocks_k ? 4u : 0u) |
@@ -141,9 +140,8 @@ std::int64_t ctas_of(const Problem& p, const DevicePlan& plan, const SmallTile& 
 struct Rates {
   double stage, cta, chain, start;
 };
-constexpr Rates kRates[] = {{0.86, 1.06, 0.735, 1.03},   {0.307, 0.787, 0.442, 1.0},  {0.252, 0.747, 0.434, 1.07},
-                            {0.30, 1.2, 0.43, 1.1},      {0.24, 0.709, 0.412, 0.96},  {0.25, 0.9, 0.41, 1.0},
-                            {0.314, 0.992, 0.486, 1.26}, {0.307, 0.745, 0.462, 1.12}, {0.31, 1.0, 0.45, 1.1}};
+constexpr Rates kRates[] = {{0.79, 1.07, 0.54, 1.06}, {0.30, 0.80, 0.45, 0.99}, {0.27, 0.73, 0.44, 1.02},
+                            {0.23, 0.72, 0.39, 0.98}, {0.33, 0.99, 0.51, 1.15}, {0.31, 0.76, 0.45, 1.11}};
 static_assert(std::size(kRates) == std::size(kSmallTiles));
 
 double cost(const Problem& p, const DevicePlan& plan, std::size_t number, const Readable& access, int multiprocessors) {
@@ -154,13 +152,15 @@ double cost(const Problem& p, const DevicePlan& plan, std::size_t number, const 
   const double stages = ctas * static_cast<double>(p.layout->nnz()) / plan.row_count * cols;
   // Lines along K arrive faster; what is shifted in registers is not copied far ahead.
   const double slower = access.dense_k ? 0.8 : access.aligned ? 1 : 2.4;
-  // Dense operands that L2 cannot hold come from memory more than once.
-  const double strip = 2 * static_cast<double>(p.right.rows * p.right.cols * p.z_out * p.h_out);
-  const double l2 = stages * tile.stage_bytes() * tile.teams() / (strip > 30e6 ? 2.4e6 : cost::kL2);
+  const double traffic = stages * tile.teams() * tile.stage_bytes();
+  // A dense operand that L2 cannot hold: block rows fetch their strips at different times, each from memory.
+  const double strips = 2 * static_cast<double>(p.right.rows * p.right.cols * p.z_out * p.h_out);
+  const double again = strips > 40e6 ? traffic / (static_cast<double>(block_of(p).rows) / tile.rows) : 0;
   const double busy = stages / multiprocessors * stage * slower + std::ceil(ctas / multiprocessors) * cta;
   const double alone = start + (plan.stride - 1) * cols * chain * slower;
-  const cost::Work work{.memory = operand_bytes(p) / cost::kMemory,
-                        .l2 = l2 * cost::kMultiprocessors / multiprocessors,
+  constexpr double kL2 = 8e6;  // bytes per µs: strips are shared
+  const cost::Work work{.memory = std::max(operand_bytes(p), again) / cost::kMemory,
+                        .l2 = traffic / kL2 * cost::kMultiprocessors / multiprocessors,
                         .busiest = std::max(busy, alone),
                         .serial = 0.15 * std::min(busy, alone)};
   return work.microseconds();

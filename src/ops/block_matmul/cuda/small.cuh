@@ -12,9 +12,9 @@
 namespace fretwork {
 
 /// The numbers of a tile. A stage has 64 of K.
-template <int kRows, int kCols, int kWarps>
+template <int kRows, int kCols>
 struct SmallShape {
-  static constexpr block_matmul::SmallTile kTile = block_matmul::small_tile(kRows, kCols, kWarps);
+  static constexpr block_matmul::SmallTile kTile = block_matmul::small_tile(kRows, kCols);
   static constexpr int kWarpRows = kTile.warp_rows, kWarpCols = kTile.warp_cols, kAcross = kCols / kWarpCols;
   static constexpr int kTeamWarps = kTile.team_warps(), kTeams = kTile.teams(), kTeamThreads = 32 * kTeamWarps;
   static constexpr int kThreads = 32 * kTile.warps;
@@ -180,11 +180,10 @@ __device__ __forceinline__ void small_store(const Sums& sums, float* shared, con
 
 /// kBlocksK, kDenseK: K is the unit axis of op(S)'s blocks, of the dense operand. kAligned: 16 bytes of the dense
 /// operand can be copied at a time.
-template <typename T, int kRows, int kCols, int kWarps, bool kBlocksK, bool kDenseK, bool kAligned>
-__global__ void __launch_bounds__(SmallShape<kRows, kCols, kWarps>::kThreads,
-                                  block_matmul::small_ctas(kRows, kCols, kWarps, kAligned))
+template <typename T, int kRows, int kCols, bool kBlocksK, bool kDenseK, bool kAligned>
+__global__ void __launch_bounds__(SmallShape<kRows, kCols>::kThreads, block_matmul::small_ctas(kRows, kCols, kAligned))
     spmm_small(const __grid_constant__ block_matmul::SmallParams p) {
-  using Tile = SmallShape<kRows, kCols, kWarps>;
+  using Tile = SmallShape<kRows, kCols>;
   extern __shared__ __align__(1024) u8 shared[];
   int2* const table = reinterpret_cast<int2*>(shared + Tile::kTeams * Tile::kStages * Tile::kBytes);
 

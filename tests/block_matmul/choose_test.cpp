@@ -1,0 +1,127 @@
+// The choice of kernels for dsd and dds against recorded times: on a sample of random products, the kernel that the
+// cost model takes is about as fast as the fastest. Needs no GPU: the recording driver stands for an H200.
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "fretwork/ops.h"
+#include "fretwork/patterns.h"
+#include "support/recording_driver.h"
+
+namespace fretwork {
+namespace {
+
+using Json = nlohmann::json;
+using Index = std::int64_t;
+
+/// A matrix with as many blocks as were measured, at random places.
+std::shared_ptr<const BlockLayout> layout_of(const Json& row, std::mt19937_64& random) {
+  const Index block = row.at("block"), rows = Index(row.at("rows")) / block, cols = Index(row.at("cols")) / block;
+  std::vector<std::uint8_t> mask(static_cast<std::size_t>(rows * cols));
+  std::fill_n(mask.begin(), row.at("blocks").get<Index>(), std::uint8_t{1});
+  std::ranges::shuffle(mask, random);
+  return BlockLayout::make({1, rows, cols, block, block}, mask);
+}
+
+/// The name that the recorded times give to a kernel.
+std::string way_of(std::string kernel) {
+  std::erase(kernel, ' ');
+  const auto numbers = [&](std::size_t from) {
+    std::vector<int> list;
+    for (std::size_t at = kernel.find(',', from); at != std::string::npos; at = kernel.find(',', at + 1)) {
+      list.push_back(std::atoi(kernel.c_str() + at + 1));
+    }
+    return list;
+  };
+  if (const std::size_t at = kernel.find("spmm_small<"); at != std::string::npos) {
+    const auto n = numbers(at);
+    return "small, tiles of " + std::to_string(n[0]) + " × " + std::to_string(n[1]);
+  }
+  if (const std::size_t at = kernel.find("spmm_wide<"); at != std::string::npos) {
+    return "hopper, tiles of " + std::to_string(numbers(at)[0]) + " columns";
+  }
+  if (kernel.find("spmm_narrow<") != std::string::npos) {
+    return "hopper";
+  }
+  const std::size_t at = kernel.find("::spmm<");
+  return at == std::string::npos ? kernel : "portable, tiles of " + std::to_string(numbers(at)[2]) + " columns";
+}
+
+TEST(BlockChoice, IsAboutAsFastAsTheBest) {
+  void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
+  const auto launches =
+      driver == nullptr ? nullptr : reinterpret_cast<RecordedLaunches>(dlsym(driver, "recorded_launches"));
+  if (launches == nullptr) {
+    GTEST_SKIP() << "not the recording driver: ctest loads it";
+  }
+  const Json all = Json::parse(std::ifstream(FRETWORK_SOURCE_DIR "/bench/results/h200/block_candidates.json"));
+  std::mt19937_64 random(1);
+  Context context = Context::cuda(0);
+  std::vector<double> losses, leads;
+  for (const Json& row : all.at("rows")) {
+    const auto layout = layout_of(row, random);
+    const Index block = row.at("block"), rows = row.at("rows"), cols = row.at("cols"), n = row.at("n");
+    const std::string op = row.at("op");
+    const auto tensor = [&](std::vector<Index> sizes, Workspace& memory) {
+      TensorView view(memory.data(), DType::f16, sizes, Device{DeviceType::cuda, 0});
+      return view;
+    };
+    const bool dds = op == "dds", transposed = op == "dsd, transposed";
+    const Index depth = transposed ? rows : cols, result = transposed ? cols : rows;
+    Workspace v(context, static_cast<std::size_t>(2 * layout->nnz() * block * block));
+    Workspace x(context, static_cast<std::size_t>(2 * depth * n)), y(context, static_cast<std::size_t>(2 * result * n));
+    const TensorView values = tensor({layout->nnz(), block, block}, v);
+    const RecordedLaunch* first = nullptr;
+    const std::size_t before = launches(&first);
+    MatmulOptions options;
+    (dds ? options.trans_b : options.trans_a) = dds || transposed;
+    if (dds) {
+      fretwork::dds(tensor({n, depth}, x), values, layout, tensor({n, result}, y), context, options);
+    } else {
+      dsd(values, tensor({depth, n}, x), layout, tensor({result, n}, y), context, options);
+    }
+    const std::size_t after = launches(&first);
+    const auto* const product = std::find_if(first + before, first + after, [](const RecordedLaunch& launch) {
+      return std::string(launch.kernel).find("spmm") != std::string::npos;
+    });
+    ASSERT_NE(product, first + after);
+    const std::string way = way_of(product->kernel);
+    const Json& times = row.at("microseconds");
+    double best = 1e9, peer = 1e9;
+    for (const auto& [name, microseconds] : times.items()) {
+      best = std::min(best, microseconds.get<double>());
+    }
+    for (const auto& [name, microseconds] : row.at("peers").items()) {
+      peer = std::min(peer, microseconds.get<double>());
+    }
+    if (const auto taken = times.find(way); taken != times.end()) {
+      losses.push_back(std::log(taken->get<double>() / best));
+      leads.push_back(std::log(peer / taken->get<double>()));
+    }
+  }
+  const auto mean = [](const std::vector<double>& logs) {
+    double sum = 0;
+    for (const double x : logs) {
+      sum += x;
+    }
+    return std::exp(sum / static_cast<double>(logs.size()));
+  };
+  const auto behind = std::ranges::count_if(leads, [](double x) { return x < std::log(0.95); });
+  std::cout << "slower than the best kernel by " << mean(losses) << ", ahead of the best peer by " << mean(leads)
+            << ", " << behind << " of " << leads.size() << " behind it by over 5%, at worst "
+            << std::exp(std::ranges::min(leads)) << "\n";
+  EXPECT_GT(losses.size(), all.at("rows").size() * 9 / 10) << "were measured";
+  EXPECT_LT(mean(losses), 1.03);
+  EXPECT_LT(static_cast<double>(behind), 0.05 * static_cast<double>(leads.size()));
+}
+
+}  // namespace
+}  // namespace fretwork

@@ -168,7 +168,9 @@ TEST_F(Explain, BlockProducts) {
     for (int n = 0; n < 3; ++n) {
       EXPECT_TRUE(found[n].problem.starts_with(std::string(names[n]) + ", 1024 × 512 in ")) << found[n].problem;
       EXPECT_TRUE(found[n].problem.ends_with(name_of(dtype))) << found[n].problem;
-      EXPECT_EQ(found[n].first_taken(), dtype == DType::bf16 ? "hopper" : "generic");
+      // 256 columns are few: a product with them takes small tiles.
+      const char* const family = dtype == DType::f32 ? "generic" : n == 0 ? "hopper" : "small, ";
+      EXPECT_TRUE(found[n].first_taken().starts_with(family)) << found[n].first_taken();
       EXPECT_EQ(found[n].time, kTime);
     }
   }

@@ -55,6 +55,48 @@ std::string way_of(std::string kernel) {
   return at == std::string::npos ? kernel : "portable, tiles of " + std::to_string(numbers(at)[2]) + " columns";
 }
 
+/// The kernels of a product over the recording driver, or none without it.
+template <typename Call>
+std::vector<std::string> kernels_of(const Call& call) {
+  void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
+  const auto launches =
+      driver == nullptr ? nullptr : reinterpret_cast<RecordedLaunches>(dlsym(driver, "recorded_launches"));
+  if (launches == nullptr) {
+    return {};
+  }
+  const RecordedLaunch* first = nullptr;
+  const std::size_t before = launches(&first);
+  call();
+  const std::size_t after = launches(&first);
+  std::vector<std::string> names;
+  std::transform(first + before, first + after, std::back_inserter(names), [](const auto& l) { return l.kernel; });
+  return names;
+}
+
+TEST(BlockChoice, OneLongRowTakesNoRoomInAllOthers) {
+  constexpr Index kBlocks = 1500, kSize = 16 * kBlocks;
+  std::vector<std::uint8_t> mask(kBlocks * kBlocks);
+  std::fill_n(mask.begin(), kBlocks, std::uint8_t{1});
+  for (Index row = 0; row < kBlocks; ++row) {
+    mask[static_cast<std::size_t>(row * (kBlocks + 1))] = 1;
+  }
+  const auto layout = BlockLayout::make({1, kBlocks, kBlocks, 16, 16}, mask);
+  const auto names = kernels_of([&] {
+    Context context = Context::cuda(0);
+    const Workspace memory(context, static_cast<std::size_t>(2 * layout->nnz() * 256));
+    const Device device{DeviceType::cuda, 0};
+    const TensorView values(memory.data(), DType::f16, std::vector<Index>{layout->nnz(), 16, 16}, device);
+    const TensorView x(memory.data(), DType::f16, std::vector<Index>{kSize, 16}, device);
+    dsd(values, x, layout, x, context, {});
+  });
+  if (names.empty()) {
+    GTEST_SKIP() << "not the recording driver: ctest loads it";
+  }
+  for (const std::string& name : names) {
+    EXPECT_EQ(name.find("spmm_small"), std::string::npos) << name;
+  }
+}
+
 TEST(BlockChoice, IsAboutAsFastAsTheBest) {
   void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
   const auto launches =

@@ -101,6 +101,20 @@ Readable readable(const Problem& p) {
 
 // ---------------------------------------------------------------------------------------------------------- plans
 
+/// Every block row has room for the longest one (see SmallParams). Where that would be mostly empty, other kernels run:
+/// their plans are made of steps alone.
+bool has_even_rows(const Problem& p) {
+  constexpr std::int64_t kLongest = 2048, kFree = 1 << 16;  // blocks of a row; entries that may always be empty
+  const auto& s = p.layout->sizes();
+  const BlockIndex& index = p.transposed ? p.layout->by_col() : p.layout->by_row();
+  const std::int64_t lines = s.heads * (p.transposed ? s.cols : s.rows);
+  std::int64_t longest = 0;
+  for (std::int64_t line = 0; line < lines; ++line) {
+    longest = std::max(longest, static_cast<std::int64_t>(index.line(line).size()));
+  }
+  return longest <= kLongest && lines * longest <= 4 * p.layout->nnz() + kFree;
+}
+
 /// See SmallParams.
 struct DevicePlan {
   driver::DeviceBuffer rows;
@@ -177,7 +191,7 @@ std::vector<Candidate<int>> candidates(const Problem& p, const Context& context)
     return {};
   }
   const Readable access = readable(p);
-  if (!access.fits) {
+  if (!access.fits || !has_even_rows(p)) {
     return {};
   }
   const auto plan = find_plan(p, context);

@@ -616,14 +616,19 @@ void portable::launch(const Problem& problem, Context& context, int tile) {
 
 cost::Work generic::cost(const Problem& problem, const Context& context) {
   // Not measured; hardly any other kernels fit where this one runs. A thread holds up to 8 rows, a CTA 128 columns; a
-  // step has 16 of K.
-  constexpr double kRows = 8, kCols = 128, kStep = 0.5;  // kStep: µs
+  // step has 16 of K. µs: a CTA's start, a step.
+  constexpr double kRows = 8, kCols = 128, kStart = 4, kStep = 0.5, kCtas = 3;
+  const Shape shape = shape_of(problem);
   const double l2 = flops_of(problem) / 2 * static_cast<double>(size_of(problem.dtype)) * (1 / kRows + 1 / kCols);
+  const double multiprocessors = driver::device_info(context.device.index).multiprocessors;
+  const std::int64_t free = problem.kind == Kind::spmm ? problem.out.cols : problem.right.cols;
+  const double tiles = static_cast<double>(shape.lines * problem.layout->heads() * problem.z_out * grid_heads(problem) *
+                                           ceil_div(free, 128) * ceil_div(shape.block_rows, 64));
+  const double waves = std::max(1.0, tiles / (kCtas * multiprocessors));
+  const double alone = kStart + depth_of(problem, 1) / 16 * kStep;
   return {.memory = operand_bytes(problem) / cost::kMemory,
           .l2 = l2 / cost::kL2,
-          .busiest = std::max(depth_of(problem, 1) / 16 * kStep,
-                              products_us(problem, problem.dtype == DType::f64 ? 5e6 : 10e6, context)),
-          .serial = 4};
+          .busiest = std::max(waves * alone, products_us(problem, problem.dtype == DType::f64 ? 5e6 : 10e6, context))};
 }
 
 void generic::launch(const Problem& problem, Context& context) {

@@ -7,6 +7,7 @@
 
 #include "core/large_pages.h"
 #include "ops/kronecker/config.h"
+#include "runtime/simd/dots.h"
 
 namespace fretwork::kronecker::cpu {
 namespace {
@@ -31,8 +32,8 @@ constexpr std::int64_t kTurnedRows = 128, kTurnedStrips = 4;
 /// The longest runs of δ, and the deepest block, that are turned at all; the longest and batch · d if runs fill
 /// vectors.
 constexpr std::int64_t kTurnedRuns = 32, kTurnedDepth = 16384, kShortRun = 16, kTurnedElements = 1024;
-/// FewRows: batch rows at most, and weights that a thread takes at a time.
-constexpr std::int64_t kFewRows = 8, kFewElements = 32 << 10;
+/// Weights that a thread takes at a time of a few rows.
+constexpr std::int64_t kFewElements = 32 << 10;
 /// Pieces of work per thread, if there are as many.
 constexpr std::int64_t kPieces = 4;
 
@@ -509,19 +510,33 @@ class Turned : Work {
   bool as_is_;           ///< weights are read where they are
 };
 
-/// A few batch rows: weights stream by once, as they lie in memory, each row (k, l) against those of x.
+/// A few batch rows: weights stream by once, as they lie in memory.
 class FewRows : Work {
  public:
   FewRows(const Problem& problem, Context& context)
       : Work(problem, simd::widened_tiles(problem.dtype), context),
+        across_(!along(problem)),
+        as_is_(!tiles_.widens && problem.x.feature == 1),
         rows_(
             even(s_.b, std::clamp<std::int64_t>(kFewElements / (s_.c * s_.d), 4, std::max<std::int64_t>(s_.b, 4)), 4)),
         lanes_(ceil_div(rows_.each * s_.d, tiles_.lanes) * tiles_.lanes) {}
 
   static bool fits(const Problem& p) {
-    const std::int64_t d = p.sizes.d, lanes = simd::widened_tiles(p.dtype).lanes;
-    return p.batch <= kFewRows && (p.dtype == DType::f32 || p.dtype == DType::f64) && (p.w.d == 1 || d == 1) &&
-           p.w.c == d && p.x.feature == 1 && (d % lanes == 0 || (d < lanes && (d & (d - 1)) == 0));
+    return p.batch <= most(p) && (p.w.d == 1 || p.sizes.d == 1) && (along(p) || p.w.b == p.sizes.d);
+  }
+
+  /// Whether there are weights enough for what comes on top of them: to add up lanes of the same δ, which takes longer
+  /// the less these fill a vector, or to repeat x.
+  static bool pays(const Problem& p) {
+    const auto& [a, b, c, d] = p.sizes;
+    const std::int64_t lanes = simd::widened_tiles(p.dtype).lanes;
+    const bool odd = d < lanes && lanes % d != 0;
+    if (!along(p)) {
+      return !odd || b >= 2 * p.batch * lanes;
+    }
+    // Of five rows and more, products in pairs make up for packing.
+    const bool pairs = d == 1 && p.batch > 4 && simd::tiles(p.dtype).group > 1;
+    return d >= lanes || c * d >= p.batch * (odd ? 160 : d > 1 || pairs ? 16 : 4);
   }
 
   std::size_t weight_bytes() const { return 0; }
@@ -531,12 +546,25 @@ class FewRows : Work {
   std::int64_t jobs() const { return s_.a * rows_.pieces(); }
   void multiply(std::int64_t job, std::byte* /*packed*/) const {
     const std::int64_t i = job / rows_.pieces(), j = job % rows_.pieces() * rows_.each;
-    const std::int64_t rows = rows_.size(job % rows_.pieces()), cols = rows * s_.d;
-    std::byte* const bias =
-        Buffers::of_thread().sums.need(tiles_.sum * static_cast<std::size_t>(lanes_ * (1 + p_.batch)));
+    const std::int64_t rows = rows_.size(job % rows_.pieces()), cols = rows * s_.d, depth = s_.c * s_.d;
+    Buffers& buffers = Buffers::of_thread();
+    std::byte* const bias = buffers.sums.need(tiles_.sum * static_cast<std::size_t>(lanes_ * (1 + p_.batch)));
     std::byte* const sums = sum_at(bias, lanes_);
-    dots({packing_.at(w(i), 0, j, 0).data, x(i).data, p_.w.b, p_.x.batch, rows, p_.batch, s_.c, s_.d, sums, lanes_},
-         p_.dtype);
+    const simd::DotsTerm term{packing_.at(w(i), 0, j, 0).data, 0};
+    simd::Dots dots{.terms = {&term, 1}, .rows = rows, .depth = s_.c, .period = s_.d};
+    dots.across = across_;
+    dots.stride = across_ ? p_.w.c : p_.w.b;
+    dots.x = x(i).data;
+    dots.x_stride = p_.x.batch;
+    if (!as_is_) {
+      dots.x = buffers.right.need(packing_.bytes(p_.batch * depth));
+      dots.x_stride = depth;
+      tiles_.pack({x(i).data, p_.x.batch, p_.x.feature}, p_.batch, depth, depth, const_cast<void*>(dots.x), 0);
+    }
+    dots.batch = p_.batch;
+    dots.sums = sums;
+    dots.sum_stride = lanes_;
+    simd::dots(dots, p_.dtype);
     if (finishes_) {
       const bool biased = p_.bias.data != nullptr;
       if (biased) {
@@ -552,6 +580,17 @@ class FewRows : Work {
   }
 
  private:
+  /// Rows that are few: more where the other loops would turn x, or widen and pack weights.
+  static std::int64_t most(const Problem& p) {
+    const Tiles& tiles = simd::widened_tiles(p.dtype);
+    const bool turns = p.x.feature == 1 && p.sizes.d > 1;
+    return simd::kFewRows * (turns && tiles.widens ? 4 : turns && p.sizes.d >= tiles.lanes ? 2 : 1);
+  }
+  /// Weights of an output are contiguous; else those of a place in depth are.
+  static bool along(const Problem& p) { return p.w.c == p.sizes.d; }
+
+  bool across_;
+  bool as_is_;  ///< x is read where it is
   Split rows_;
   std::int64_t lanes_;
 };
@@ -597,8 +636,10 @@ void run_as(const Problem& problem, Context& context, Most... most) {
 bool batch_on_lanes(const Problem& p) {
   const auto& s = p.sizes;
   const bool last = p.batch > 1 && p.x.batch == 1 && p.y.batch == 1;
-  const bool small = p.batch <= std::max<std::int64_t>(8, s.b * s.c / (s.b + s.c)) && p.batch <= kSmallBatch;
-  return last || (s.d == 1 && small && BatchLast::can_be_left(p, simd::tiles(p.dtype)));
+  const Tiles& tiles = simd::tiles(p.dtype);
+  const std::int64_t less = s.b * s.c / (s.b + s.c);
+  const bool small = p.batch <= (tiles.group > 1 ? less / 4 : std::max<std::int64_t>(8, less));
+  return last || (s.d == 1 && small && p.batch <= kSmallBatch && BatchLast::can_be_left(p, tiles));
 }
 
 /// Whether turning x and y is less work than packing w for runs of δ: where these do not fill vectors (as 3 of 4 lanes,
@@ -611,7 +652,10 @@ bool turns(const Problem& p) {
   }
   if (s.d == 1) {
     const Tiles& tiles = simd::tiles(p.dtype);
-    return tiles.group == 1 && (s.b < 2 * tiles.lanes || (p.batch <= kSmallBatch && !tiles.widens));
+    if (tiles.group > 1) {
+      return s.b < tiles.lanes && s.c < 2 * tiles.lanes;
+    }
+    return s.b < 2 * tiles.lanes || (p.batch <= kSmallBatch && !tiles.widens);
   }
   const bool fills = (s.d & (s.d - 1)) == 0 || s.d % simd::widened_tiles(p.dtype).lanes == 0;
   return !fills || (s.d <= kShortRun && s.b % 8 == 0 && p.batch * s.d <= kTurnedElements);
@@ -621,7 +665,7 @@ bool turns(const Problem& p) {
 
 void run(const Problem& problem, Context& context) {
   ask_for_large_pages(problem);
-  if (FewRows::fits(problem)) {
+  if (FewRows::fits(problem) && FewRows::pays(problem)) {
     run_as<FewRows>(problem, context);
     return;
   }

@@ -376,6 +376,33 @@ void Machine<Acc>::multiply_lines(const Strip& strip, const Acc* scores, std::in
   }
 }
 
+template <typename Acc>
+void Machine<Acc>::multiply_columns(const Acc* scores, std::int64_t stride, std::int64_t count, std::int64_t columns,
+                                    const Acc* lines, const Split& split, Acc* sums) const {
+  Acc* const rest = need<Acc>(thread_buffers().row, tiles.rows * split.padded());
+  simd::Product product;
+  product.count = 1;
+  product.steps = count;
+  product.row_stride = 1;
+  product.step_stride = stride;
+  product.right_stride = split.padded();
+  product.sum_stride = split.padded();
+  for (std::int64_t column = 0; column < columns; column += tiles.rows, sums += tiles.rows * split.padded()) {
+    const simd::Term term{scores + column, 0, nullptr};
+    const bool whole = column + tiles.rows <= columns;  // else a tile has columns too many, whose sums are dropped
+    product.terms = &term;
+    product.add = whole;
+    for (std::int64_t p = 0; p < split.panels(); ++p) {
+      product.right = const_cast<Acc*>(lines + split.first(p));
+      product.sums = (whole ? sums : rest) + split.first(p);
+      tiles.multiply_in_place[split.vectors(p) - 1](product);
+    }
+    if (!whole) {
+      rows.add(sums, rest, (columns - column) * split.padded());
+    }
+  }
+}
+
 SeenColumns::SeenColumns(const Problem& problem, std::span<const std::int64_t> tokens, std::int64_t side)
     : side_(side), tiles_(std::ssize(tokens) / side) {
   hidden_.resize(static_cast<std::size_t>(problem.batch * tiles_));

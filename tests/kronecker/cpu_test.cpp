@@ -22,7 +22,8 @@ using Index = std::int64_t;
 using Sizes = KroneckerPattern::Sizes;
 
 /// How the axes of a tensor lie in memory.
-enum class Order { first, last, apart, backwards };
+/// turned: as the transposed of a tensor of four axes that lies in order.
+enum class Order { first, last, apart, backwards, turned };
 
 Tensor tensor(DType dtype, const std::vector<Index>& sizes, Order order) {
   MemoryLayout layout;
@@ -34,6 +35,8 @@ Tensor tensor(DType dtype, const std::vector<Index>& sizes, Order order) {
     layout.step = 3, layout.gap = 2;
   } else if (order == Order::backwards) {
     layout.backwards = 1;
+  } else if (order == Order::turned && sizes.size() == 4) {
+    layout.order = {0, 2, 1, 3};
   }
   return Tensor(dtype, sizes, layout);
 }
@@ -147,6 +150,28 @@ TEST(KroneckerCpu, ProductInEveryTypeAndLayout) {
         }
         check_product({s, 19, dtype, order, Order::apart, true, Activation::silu}, threads);
         check_product({s, 19, dtype, order, Order::last, true}, threads);
+      }
+    }
+  }
+}
+
+/// Weights as they are, and as a gradient reads them; from one row to more than are few.
+TEST(KroneckerCpu, FewRows) {
+  TbbExecutor threads;
+  for (const Sizes& s : {Sizes{2, 37, 40, 1},
+                         {1, 49, 70, 2},
+                         {2, 20, 260, 3},
+                         {1, 12, 90, 8},
+                         {1, 10, 60, 20},
+                         {2, 9, 24, 64},
+                         {3, 130, 5, 6}}) {
+    for (const DType dtype : kTypes) {
+      for (const Order weights : {Order::first, Order::turned}) {
+        for (const Index batch : {1, 2, 3, 4, 6, 8, 9, 16, 33}) {
+          check_product({s, batch, dtype, Order::first, weights, batch % 2 == 0, Activation::relu}, threads);
+        }
+        check_product({s, 5, dtype, Order::last, weights}, threads);
+        check_product({s, 3, dtype, Order::apart, weights, true}, threads);
       }
     }
   }

@@ -86,6 +86,9 @@ inline bool ends_whole(const std::vector<const Component*>& components) {
 void tokens_of(const Order& order, const Tile& tile, std::int64_t side, const std::uint32_t* used,
                std::int64_t* tokens);
 
+/// Rows of a tile up to the last that has a token, in whole strips.
+std::int64_t rows_there(std::span<const std::int64_t> tokens, const simd::Tiles& tiles);
+
 /// Columns [begin, end) of one column tile, whose scores stand from `at` on. Whole panels; those before `first` and
 /// from `last` on are met by no row, and their scores may be anything until they are masked.
 struct Piece {

@@ -24,13 +24,13 @@ using Tag = hn::ScalableTag<T>;
 template <typename T>
 constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(Tag<T>()));
 
-/// The sum of a vector's parts of 128 bits.
-template <class D>
-HWY_INLINE auto Folded(D d, hn::Vec<D> v) {
+/// The sum of a vector's parts of kCount lanes, at least 128 bits.
+template <int kCount, class D>
+HWY_INLINE auto FoldedTo(D d, hn::Vec<D> v) {
 #if HWY_TARGET != HWY_SCALAR
-  if constexpr (hn::MaxLanes(D()) * sizeof(hn::TFromD<D>) > 16) {
+  if constexpr (hn::MaxLanes(D()) > kCount) {
     const hn::Half<D> half;
-    return Folded(half, hn::Add(hn::LowerHalf(half, v), hn::UpperHalf(half, v)));
+    return FoldedTo<kCount>(half, hn::Add(hn::LowerHalf(half, v), hn::UpperHalf(half, v)));
   } else
 #endif
   {
@@ -51,7 +51,7 @@ HWY_INLINE void StoreFour(D d, hn::Vec<D> a, hn::Vec<D> b, hn::Vec<D> c, hn::Vec
   const auto ce = hn::BitCast(wide, hn::Add(hn::InterleaveLower(d, c, e), hn::InterleaveUpper(d, c, e)));
   const auto all =
       hn::Add(hn::BitCast(d, hn::InterleaveLower(wide, ab, ce)), hn::BitCast(d, hn::InterleaveUpper(wide, ab, ce)));
-  hn::StoreU(Folded(d, all), hn::CappedTag<float, 4>(), to);
+  hn::StoreU(FoldedTo<4>(d, all), hn::CappedTag<float, 4>(), to);
 #endif
 }
 
@@ -70,14 +70,14 @@ HWY_INLINE void AddPeriods(T* lanes, std::int64_t count, std::int64_t period, T*
 /// term may be a part of one.
 template <typename In, typename T, int kRows, int kBatch>
 HWY_INLINE void AddVectors(const Dots& p, std::int64_t row, std::int64_t first, std::int64_t from, std::int64_t step,
-                           hn::Vec<Tag<T>> (&sum)[kRows][kBatch]) {
+                           hn::Vec<Tag<T>> (&sum)[kBatch][kRows]) {
   const Tag<T> d;
   const std::int64_t end = p.depth * p.period;
 #pragma GCC unroll 4
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
     for (int n = 0; n < kBatch; ++n) {
-      sum[i][n] = hn::Zero(d);
+      sum[n][i] = hn::Zero(d);
     }
   }
   for (const DotsTerm& term : p.terms) {
@@ -94,7 +94,7 @@ HWY_INLINE void AddVectors(const Dots& p, std::int64_t row, std::int64_t first, 
         const auto weights = load(w + i * p.stride + at);
 #pragma GCC unroll 4
         for (int n = 0; n < kBatch; ++n) {
-          sum[i][n] = hn::MulAdd(weights, of_x[n], sum[i][n]);
+          sum[n][i] = hn::MulAdd(weights, of_x[n], sum[n][i]);
         }
       }
     };
@@ -113,50 +113,63 @@ template <typename In, typename T, int kRows, int kBatch>
 void LongPeriod(const Dots& p, std::int64_t row, std::int64_t first) {
   const Tag<T> d;
   for (std::int64_t l = 0; l < p.period; l += kLanes<T>) {
-    hn::Vec<Tag<T>> sum[kRows][kBatch];
+    hn::Vec<Tag<T>> sum[kBatch][kRows];
     AddVectors<In, T, kRows, kBatch>(p, row, first, l, p.period, sum);
     const auto there = hn::FirstN(d, static_cast<std::size_t>(std::min(p.period - l, kLanes<T>)));
     for (int i = 0; i < kRows; ++i) {
       for (int n = 0; n < kBatch; ++n) {
         T* const to = static_cast<T*>(p.sums) + (first + n) * p.sum_stride + (row + i) * p.period + l;
-        hn::BlendedStore(sum[i][n], there, d, to);
+        hn::BlendedStore(sum[n][i], there, d, to);
+      }
+    }
+  }
+}
+
+/// Rows of sums of vectors whose lanes of the same l, every kPeriod-th, are to be added.
+template <int kPeriod, typename T, int kRows>
+HWY_INLINE void StorePeriods(const hn::Vec<Tag<T>> (&sum)[kRows], T* to) {
+  const Tag<T> d;
+  constexpr std::int64_t kPart = std::min<std::int64_t>(kLanes<T>, 16 / sizeof(T));
+  if constexpr (kRows == 4 && sizeof(T) == 4 && kPeriod == 1) {
+    StoreFour(d, sum[0], sum[1], sum[2], sum[3], to);
+#if HWY_TARGET != HWY_SCALAR
+  } else if constexpr (kRows == 4 && sizeof(T) == 4 && kPeriod == 2) {
+    const hn::Repartition<double, decltype(d)> pairs;
+#pragma GCC unroll 2
+    for (int i = 0; i < 4; i += 2) {
+      const auto a = hn::BitCast(pairs, sum[i]), b = hn::BitCast(pairs, sum[i + 1]);
+      const auto both =
+          hn::Add(hn::BitCast(d, hn::InterleaveLower(pairs, a, b)), hn::BitCast(d, hn::InterleaveUpper(pairs, a, b)));
+      hn::StoreU(FoldedTo<kPart>(d, both), hn::CappedTag<T, kPart>(), to + i * kPeriod);
+    }
+#endif
+  } else {
+    constexpr std::int64_t kFolded = std::max<std::int64_t>(kPart, kPeriod);
+#pragma GCC unroll 4
+    for (int i = 0; i < kRows; ++i) {
+      HWY_ALIGN T lanes[kFolded];
+      T* const folded = kFolded == kPeriod ? to + i * kPeriod : lanes;
+      hn::StoreU(FoldedTo<kFolded>(d, sum[i]), hn::CappedTag<T, kFolded>(), folded);
+      if constexpr (kFolded != kPeriod) {
+        AddPeriods(lanes, kFolded, kPeriod, to + i * kPeriod);
       }
     }
   }
 }
 
 /// Periods that fill a vector: sums of one vector each, lanes of the same l added.
-template <typename In, typename T, int kRows, int kBatch>
+template <typename In, typename T, int kRows, int kBatch, int kPeriod = 1>
 void WholePeriods(const Dots& p, std::int64_t row, std::int64_t first) {
-  const Tag<T> d;
-  constexpr std::int64_t kPart = std::min<std::int64_t>(kLanes<T>, 16 / sizeof(T));
-  hn::Vec<Tag<T>> sum[kRows][kBatch];
-  AddVectors<In, T, kRows, kBatch>(p, row, first, 0, kLanes<T>, sum);
-  T* const sums = static_cast<T*>(p.sums) + first * p.sum_stride + row * p.period;
-  if constexpr (kRows == 4 && sizeof(T) == 4) {
-    if (p.period == 1) {
-#pragma GCC unroll 4
-      for (int n = 0; n < kBatch; ++n) {
-        StoreFour(d, sum[0][n], sum[1][n], sum[2][n], sum[3][n], sums + n * p.sum_stride);
-      }
-      return;
+  if constexpr (2 * kPeriod <= kLanes<T>) {
+    if (p.period > kPeriod) {
+      return WholePeriods<In, T, kRows, kBatch, 2 * kPeriod>(p, row, first);
     }
   }
+  hn::Vec<Tag<T>> sum[kBatch][kRows];
+  AddVectors<In, T, kRows, kBatch>(p, row, first, 0, kLanes<T>, sum);
 #pragma GCC unroll 4
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 4
-    for (int n = 0; n < kBatch; ++n) {
-      T* const to = sums + n * p.sum_stride + i * p.period;
-      if (p.period <= kPart) {
-        HWY_ALIGN T lanes[kPart];
-        hn::Store(Folded(d, sum[i][n]), hn::CappedTag<T, kPart>(), lanes);
-        AddPeriods(lanes, kPart, p.period, to);
-      } else {
-        HWY_ALIGN T lanes[kLanes<T>];
-        hn::Store(sum[i][n], d, lanes);
-        AddPeriods(lanes, kLanes<T>, p.period, to);
-      }
-    }
+  for (int n = 0; n < kBatch; ++n) {
+    StorePeriods<kPeriod, T, kRows>(sum[n], static_cast<T*>(p.sums) + (first + n) * p.sum_stride + row * kPeriod);
   }
 }
 
@@ -167,11 +180,11 @@ void ShortPeriod(const Dots& p, std::int64_t row, std::int64_t first) {
   const std::int64_t repeat = std::lcm(p.period, kLanes<T>);
   HWY_ALIGN T lanes[kRows][kBatch][kLanes<T> * kLanes<T>];
   for (std::int64_t at = 0; at < repeat; at += kLanes<T>) {
-    hn::Vec<Tag<T>> sum[kRows][kBatch];
+    hn::Vec<Tag<T>> sum[kBatch][kRows];
     AddVectors<In, T, kRows, kBatch>(p, row, first, at, repeat, sum);
     for (int i = 0; i < kRows; ++i) {
       for (int n = 0; n < kBatch; ++n) {
-        hn::Store(sum[i][n], d, lanes[i][n] + at);
+        hn::Store(sum[n][i], d, lanes[i][n] + at);
       }
     }
   }

@@ -535,8 +535,8 @@ class FewRows : Work {
       return !odd || b >= 2 * p.batch * lanes;
     }
     // Of five rows and more, products in pairs make up for packing.
-    const bool pairs = d == 1 && p.batch > 4 && simd::tiles(p.dtype).group > 1;
-    return d >= lanes || c * d >= p.batch * (odd ? 160 : d > 1 || pairs ? 16 : 4);
+    const bool pairs = d == 1 && p.batch > 4 && p.x.feature == 1 && simd::tiles(p.dtype).group > 1;
+    return d >= lanes || c * d >= p.batch * (odd ? 60 : pairs ? 16 : 4);
   }
 
   std::size_t weight_bytes() const { return 0; }

@@ -8,6 +8,7 @@
 #include "core/large_pages.h"
 #include "ops/kronecker/config.h"
 #include "runtime/simd/dots.h"
+#include "runtime/simd/turn.h"
 
 namespace fretwork::kronecker::cpu {
 namespace {
@@ -32,6 +33,8 @@ constexpr std::int64_t kTurnedRows = 128, kTurnedStrips = 4;
 /// The longest runs of δ, and the deepest block, that are turned at all; the longest and batch · d if runs fill
 /// vectors.
 constexpr std::int64_t kTurnedRuns = 32, kTurnedDepth = 16384, kShortRun = 16, kTurnedElements = 1024;
+/// Weights of one δ that are turned at a time.
+constexpr std::int64_t kTurnedTogether = 1024;
 /// Weights that a thread takes at a time of a few rows.
 constexpr std::int64_t kFewElements = 32 << 10;
 /// Pieces of work per thread, if there are as many.
@@ -274,7 +277,8 @@ class BatchLast : Work {
         cols_{problem.batch,
               std::max(most / (tiles_.lanes * tiles_.vectors), std::int64_t{1}) * tiles_.lanes * tiles_.vectors},
         pieces_(even(depth_, kPanelDepth, tiles_.group)),
-        as_is_(problem.batch <= kSmallBatch && can_be_left(problem, tiles_)) {
+        turned_(can_be_turned(problem, tiles_)),
+        as_is_(turned_ || (problem.batch <= kSmallBatch && can_be_left(problem, tiles_))) {
     const auto few = [&] { return jobs() < wanted_; };
     while (few() && cols_.each > tiles_.lanes * tiles_.vectors) {
       cols_.each -= tiles_.lanes * tiles_.vectors;
@@ -286,12 +290,18 @@ class BatchLast : Work {
 
   /// Whether weights can be read where they are.
   static bool can_be_left(const Problem& problem, const Tiles& tiles) {
-    return problem.w.c == 1 && !tiles.widens && problem.sizes.b % tiles.rows == 0 && problem.sizes.c % tiles.group == 0;
+    return problem.w.c == 1 && whole_tiles(problem.sizes, tiles);
   }
 
-  std::size_t weight_bytes() const { return as_is_ ? 0 : packing_.bytes(s_.a * s_.d * stride()); }
-  std::int64_t weight_jobs() const { return as_is_ ? 0 : s_.a * s_.d; }
+  std::size_t weight_bytes() const {
+    return turned_ ? packing_.bytes(s_.a * s_.d * s_.b * s_.c) : as_is_ ? 0 : packing_.bytes(s_.a * s_.d * stride());
+  }
+  std::int64_t weight_jobs() const { return turned_ ? s_.a * turns().pieces() : as_is_ ? 0 : s_.a * s_.d; }
   void pack_weights(std::int64_t job, std::byte* packed) const {
+    if (turned_) {
+      turn_weights(job / turns().pieces(), job % turns().pieces(), packed);
+      return;
+    }
     const Operand from = packing_.at(w(job / s_.d), 0, 0, job % s_.d);
     tiles_.pack({from.data, from.row, from.col}, s_.c, s_.b, tiles_.rows, packed + packing_.bytes(job * stride()),
                 static_cast<std::int64_t>(packing_.bytes(depth_ * tiles_.rows)));
@@ -365,7 +375,7 @@ class BatchLast : Work {
     }
     simd::Product product{.count = 1, .steps = depth / tiles_.group, .right = right};
     product.raw_stride = from.col;
-    product.row_stride = as_is_ ? p_.w.b : tiles_.group;
+    product.row_stride = turned_ ? s_.c : as_is_ ? p_.w.b : tiles_.group;
     product.step_stride = as_is_ ? tiles_.group : tiles_.group * tiles_.rows;
     product.add = piece > 0;
     product.sum_stride = once ? panel.width : lanes;
@@ -402,15 +412,37 @@ class BatchLast : Work {
     }
     tiles_.store(product.sums, product.sum_stride, height, panel.count, place, stream_);
   }
+  /// Whether strips of weights need no padding, and no conversion.
+  static bool whole_tiles(const Sizes& s, const Tiles& tiles) {
+    return !tiles.widens && s.b % tiles.rows == 0 && s.c % tiles.group == 0;
+  }
+  /// Whether one transposition brings the weights of each δ together, for strips to be read as they then lie. Pairs
+  /// have no quick way to be packed from weights that are apart; other elements have, and strips that are packed are
+  /// read faster.
+  static bool can_be_turned(const Problem& p, const Tiles& tiles) {
+    const Sizes& s = p.sizes;
+    return tiles.group > 1 && s.d > 1 && p.w.d == 1 && p.w.c == s.d && p.w.b == s.c * s.d && whole_tiles(s, tiles);
+  }
+  /// Weights (j, k) in pieces that are turned at a time.
+  Split turns() const { return {s_.b * s_.c, kTurnedTogether}; }
+  void turn_weights(std::int64_t i, std::int64_t piece, std::byte* packed) const {
+    const std::int64_t first = piece * kTurnedTogether, count = turns().size(piece), all = s_.b * s_.c;
+    simd::turn(static_cast<const std::uint16_t*>(w(i).data) + first * s_.d, s_.d, count, s_.d,
+               reinterpret_cast<std::uint16_t*>(packed) + i * s_.d * all + first, all);
+  }
   std::int64_t stride() const { return strips_.count * tiles_.rows * depth_; }
   /// A strip of weights from depth k on.
   const void* left(std::byte* packed, std::int64_t group, std::int64_t row, std::int64_t k) const {
+    if (turned_) {
+      return packed + packing_.bytes((group * s_.b + row) * s_.c + k);
+    }
     return as_is_ ? packing_.at(w(group / s_.d), k, row, group % s_.d).data
                   : packed + packing_.bytes(group * stride() + row * depth_ + k * tiles_.rows);
   }
 
   Split strips_, cols_, pieces_;
-  bool as_is_;
+  bool turned_;  ///< weights are transposed first
+  bool as_is_;   ///< strips of weights are read from where they are, or from there
 };
 
 /// Batch first, with the batch on lanes: x is turned as it lies, all δ of a panel of batch rows at once, so that one δ

@@ -13,10 +13,40 @@ HWY_BEFORE_NAMESPACE();
 namespace fretwork::simd::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
+/// Lines of two, three or four elements without gaps, which one instruction or a few take apart; gives the lines done.
+template <typename Bits>
+std::int64_t TurnShortLines(const Bits* from, std::int64_t rows, std::int64_t cols, Bits* to, std::int64_t to_pitch) {
+  std::int64_t r = 0;
+#if HWY_TARGET != HWY_SCALAR
+  const hn::ScalableTag<Bits> d;
+  constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(d));
+  for (; r + kLanes <= rows; r += kLanes, from += kLanes * cols) {
+    hn::Vec<decltype(d)> v[4];
+    if (cols == 2) {
+      hn::LoadInterleaved2(d, from, v[0], v[1]);
+    } else if (cols == 3) {
+      hn::LoadInterleaved3(d, from, v[0], v[1], v[2]);
+    } else {
+      hn::LoadInterleaved4(d, from, v[0], v[1], v[2], v[3]);
+    }
+    for (std::int64_t c = 0; c < cols; ++c) {
+      hn::StoreU(v[c], d, to + c * to_pitch + r);
+    }
+  }
+#else
+  (void)from, (void)rows, (void)cols, (void)to, (void)to_pitch;
+#endif
+  return r;
+}
+
 /// to(c, r) = from(r, c). Squares of one vector's side go through registers, in rounds that interleave halves.
 template <typename Bits>
 void Turn(const Bits* from, std::int64_t from_pitch, std::int64_t rows, std::int64_t cols, Bits* to,
           std::int64_t to_pitch) {
+  if (cols >= 2 && cols <= 4 && from_pitch == cols) {
+    const std::int64_t done = TurnShortLines(from, rows, cols, to, to_pitch);
+    from += done * cols, to += done, rows -= done;
+  }
   constexpr int kSide = 16 / sizeof(Bits);
   constexpr bool kVectors = HWY_TARGET != HWY_SCALAR;
   const std::int64_t whole_rows = kVectors ? rows - rows % kSide : 0, whole_cols = kVectors ? cols - cols % kSide : 0;

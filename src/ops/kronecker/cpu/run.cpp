@@ -277,7 +277,8 @@ class BatchLast : Work {
         cols_{problem.batch,
               std::max(most / (tiles_.lanes * tiles_.vectors), std::int64_t{1}) * tiles_.lanes * tiles_.vectors},
         pieces_(even(depth_, kPanelDepth, tiles_.group)),
-        turned_(can_be_turned(problem, tiles_)),
+        turned_first_(can_be_turned(problem, tiles_)),
+        turned_(turned_first_ && problem.w.c == s_.d && whole_tiles(s_, tiles_)),
         as_is_(turned_ || (problem.batch <= kSmallBatch && can_be_left(problem, tiles_))) {
     const auto few = [&] { return jobs() < wanted_; };
     while (few() && cols_.each > tiles_.lanes * tiles_.vectors) {
@@ -296,15 +297,27 @@ class BatchLast : Work {
   std::size_t weight_bytes() const {
     return turned_ ? packing_.bytes(s_.a * s_.d * s_.b * s_.c) : as_is_ ? 0 : packing_.bytes(s_.a * s_.d * stride());
   }
-  std::int64_t weight_jobs() const { return turned_ ? s_.a * turns().pieces() : as_is_ ? 0 : s_.a * s_.d; }
+  std::int64_t weight_jobs() const {
+    return turned_ ? s_.a * turns().pieces() : as_is_ ? 0 : turned_first_ ? s_.a : s_.a * s_.d;
+  }
   void pack_weights(std::int64_t job, std::byte* packed) const {
     if (turned_) {
       turn_weights(job / turns().pieces(), job % turns().pieces(), packed);
       return;
     }
-    const Operand from = packing_.at(w(job / s_.d), 0, 0, job % s_.d);
-    tiles_.pack({from.data, from.row, from.col}, s_.c, s_.b, tiles_.rows, packed + packing_.bytes(job * stride()),
-                static_cast<std::int64_t>(packing_.bytes(depth_ * tiles_.rows)));
+    if (!turned_first_) {
+      const Operand from = packing_.at(w(job / s_.d), 0, 0, job % s_.d);
+      pack_strips({from.data, from.row, from.col}, job, packed);
+      return;
+    }
+    const std::int64_t all = s_.b * s_.c;
+    auto* const turned = reinterpret_cast<std::uint16_t*>(
+        Buffers::of_thread().left.need(static_cast<std::size_t>(all * s_.d) * sizeof(std::uint16_t)));
+    simd::turn(static_cast<const std::uint16_t*>(w(job).data), s_.d, all, s_.d, turned, all);
+    for (std::int64_t l = 0; l < s_.d; ++l) {
+      const bool along = p_.w.c == s_.d;
+      pack_strips({turned + l * all, along ? 1 : s_.b, along ? s_.c : 1}, job * s_.d + l, packed);
+    }
   }
 
   std::int64_t jobs() const { return s_.a * s_.d * cols_.pieces() * strips_.pieces(); }
@@ -416,12 +429,16 @@ class BatchLast : Work {
   static bool whole_tiles(const Sizes& s, const Tiles& tiles) {
     return !tiles.widens && s.b % tiles.rows == 0 && s.c % tiles.group == 0;
   }
-  /// Whether one transposition brings the weights of each δ together, for strips to be read as they then lie. Pairs
-  /// have no quick way to be packed from weights that are apart; other elements have, and strips that are packed are
-  /// read faster.
+  void pack_strips(const Place& from, std::int64_t group, std::byte* packed) const {
+    tiles_.pack(from, s_.c, s_.b, tiles_.rows, packed + packing_.bytes(group * stride()),
+                static_cast<std::int64_t>(packing_.bytes(depth_ * tiles_.rows)));
+  }
+  /// Whether one transposition brings the weights of each δ together. Pairs have no quick way to be packed from weights
+  /// that are apart; other elements have.
   static bool can_be_turned(const Problem& p, const Tiles& tiles) {
     const Sizes& s = p.sizes;
-    return tiles.group > 1 && s.d > 1 && p.w.d == 1 && p.w.c == s.d && p.w.b == s.c * s.d && whole_tiles(s, tiles);
+    const bool along = p.w.c == s.d && p.w.b == s.c * s.d, across = p.w.b == s.d && p.w.c == s.b * s.d;
+    return tiles.group > 1 && s.d > 1 && p.w.d == 1 && (along || across);
   }
   /// Weights (j, k) in pieces that are turned at a time.
   Split turns() const { return {s_.b * s_.c, kTurnedTogether}; }
@@ -441,8 +458,9 @@ class BatchLast : Work {
   }
 
   Split strips_, cols_, pieces_;
-  bool turned_;  ///< weights are transposed first
-  bool as_is_;   ///< strips of weights are read from where they are, or from there
+  bool turned_first_;  ///< weights are transposed first
+  bool turned_;        ///< strips are then read as they lie
+  bool as_is_;         ///< strips of weights are read from where they are, or from there
 };
 
 /// Batch first, with the batch on lanes: x is turned as it lies, all δ of a panel of batch rows at once, so that one δ

@@ -194,11 +194,13 @@ TEST(KroneckerCpu, GradientInEveryTypeAndLayout) {
 
 TEST(KroneckerCpu, LargerTilesAndBatches) {
   TbbExecutor threads;
-  for (const Sizes& s : {Sizes{1, 24, 64, 16}, {1, 48, 64, 1}, {1, 96, 24, 4}, {1, 300, 10, 2}, {1, 64, 24, 3}}) {
+  for (const Sizes& s :
+       {Sizes{1, 24, 64, 16}, {1, 48, 64, 1}, {1, 96, 24, 4}, {1, 300, 10, 2}, {1, 64, 24, 3}, {2, 40, 30, 4}}) {
     for (const DType dtype : {DType::f32, DType::bf16}) {
       for (const Order order : {Order::first, Order::last}) {
         check_product({s, 530, dtype, order, Order::first, true, Activation::relu}, threads);
         check_product({s, 512, dtype, order}, threads);
+        check_product({s, 40, dtype, order, Order::turned}, threads);
         check_gradient({s, 1500, dtype, order, Order::first, true}, threads);
       }
     }

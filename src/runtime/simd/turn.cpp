@@ -39,6 +39,30 @@ std::int64_t TurnShortLines(const Bits* from, std::int64_t rows, std::int64_t co
   return r;
 }
 
+/// The way back: two, three or four lines become columns without gaps; gives the columns done.
+template <typename Bits>
+std::int64_t TurnFewLines(const Bits* from, std::int64_t from_pitch, std::int64_t rows, std::int64_t cols, Bits* to) {
+  std::int64_t c = 0;
+#if HWY_TARGET != HWY_SCALAR
+  const hn::ScalableTag<Bits> d;
+  constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(d));
+  for (; c + kLanes <= cols; c += kLanes, from += kLanes, to += kLanes * rows) {
+    const auto first = hn::LoadU(d, from), second = hn::LoadU(d, from + from_pitch);
+    if (rows == 2) {
+      hn::StoreInterleaved2(first, second, d, to);
+    } else if (rows == 3) {
+      hn::StoreInterleaved3(first, second, hn::LoadU(d, from + 2 * from_pitch), d, to);
+    } else {
+      hn::StoreInterleaved4(first, second, hn::LoadU(d, from + 2 * from_pitch), hn::LoadU(d, from + 3 * from_pitch), d,
+                            to);
+    }
+  }
+#else
+  (void)from, (void)from_pitch, (void)rows, (void)cols, (void)to;
+#endif
+  return c;
+}
+
 /// to(c, r) = from(r, c). Squares of one vector's side go through registers, in rounds that interleave halves.
 template <typename Bits>
 void Turn(const Bits* from, std::int64_t from_pitch, std::int64_t rows, std::int64_t cols, Bits* to,
@@ -46,6 +70,9 @@ void Turn(const Bits* from, std::int64_t from_pitch, std::int64_t rows, std::int
   if (cols >= 2 && cols <= 4 && from_pitch == cols) {
     const std::int64_t done = TurnShortLines(from, rows, cols, to, to_pitch);
     from += done * cols, to += done, rows -= done;
+  } else if (rows >= 2 && rows <= 4 && to_pitch == rows) {
+    const std::int64_t done = TurnFewLines(from, from_pitch, rows, cols, to);
+    from += done, to += done * rows, cols -= done;
   }
   constexpr int kSide = 16 / sizeof(Bits);
   constexpr bool kVectors = HWY_TARGET != HWY_SCALAR;

@@ -703,7 +703,10 @@ Case with(const std::vector<RegularPtr>& named) {
 TEST(AttentionCpu, NamedPatterns) {
   for (const RegularPtr& pattern :
        {patterns::sliding_window(150, 20, 3), patterns::causal({70, 150}), patterns::strided(200, 16),
-        patterns::dilated(180, 5, 4), patterns::strided(130, 40)}) {
+        patterns::dilated(180, 5, 4), patterns::strided(130, 40), patterns::dilated(20, 2, 3),
+        // A key in several tiles of columns.
+        patterns::neighborhood(std::array<Index, 2>{10, 13}, std::array<Index, 2>{5, 5}, std::array<Index, 1>{1},
+                               std::array<Index, 1>{0})}) {
     SCOPED_TRACE(pattern->text());
     Case c = with(std::vector{pattern});
     check(c);

@@ -345,15 +345,24 @@ class Backward {
     machine_.gather(b_.d_o, p_.dtype, head, used, p_.value_depth, 1, more_left, values_.padded());
   }
 
-  /// Keys that no query sees have zero gradients, and may have no place.
+  /// A key may have several places, where tiles of columns overlap, and one that no query sees may have none.
   void store_keys(const Slice& slice, Head head) const {
     const Columns<Acc>& columns = slice.pass.layer.columns;
     std::vector<std::int64_t>& places = thread_buffers().used;
     places.assign(static_cast<std::size_t>(p_.cols), columns.places());  // where sums stay zero
     for (std::int64_t place = 0; place < columns.places(); ++place) {
-      if (const std::int64_t token = columns.tokens()[place]; token >= 0) {
-        places[static_cast<std::size_t>(token)] = place;
+      const std::int64_t token = columns.tokens()[place];
+      if (token < 0) {
+        continue;
       }
+      std::int64_t& first = places[static_cast<std::size_t>(token)];
+      if (first == columns.places()) {
+        first = place;
+        continue;
+      }
+      machine_.rows.add(slice.d_keys + first * keys_.padded(), slice.d_keys + place * keys_.padded(), keys_.padded());
+      machine_.rows.add(slice.d_values + first * values_.padded(), slice.d_values + place * values_.padded(),
+                        values_.padded());
     }
     std::fill_n(slice.d_keys + columns.places() * keys_.padded(), keys_.padded(), Acc{0});
     std::fill_n(slice.d_values + columns.places() * values_.padded(), values_.padded(), Acc{0});

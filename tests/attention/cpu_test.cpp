@@ -398,18 +398,31 @@ Planned plans_of(const Case& c) {
   return plans;
 }
 
-void run(const Case& c, Tensors& x, Executor& executor) {
+/// Gradients from one call, which may compute them from the same scores, or from two, each with scores of its own.
+enum class Gradients { together, apart };
+
+void run(const Case& c, Tensors& x, Executor& executor, Gradients gradients = Gradients::together) {
   Context context = Context::cpu(executor);
   BackwardProblem b = problem_of(c, x);
-  if (!c.named.empty()) {
+  const Planned plans = plans_of(c);
+  if (c.named.empty()) {
+    cpu::forward(b.forward, plans.forward, context);
+  } else {
     b.forward.patterns = c.named;
     cpu::forward(b.forward, context);
-    cpu::backward(b, context);
+  }
+  const auto backward = [&](const BackwardProblem& wanted) {
+    c.named.empty() ? cpu::backward(wanted, plans.forward, plans.transposed, context) : cpu::backward(wanted, context);
+  };
+  if (gradients == Gradients::together) {
+    backward(b);
     return;
   }
-  const Planned plans = plans_of(c);
-  cpu::forward(b.forward, plans.forward, context);
-  cpu::backward(b, plans.forward, plans.transposed, context);
+  BackwardProblem queries = b, keys = b;
+  queries.d_k = queries.d_v = {};
+  keys.d_q = {}, keys.d_bias = {};
+  backward(queries);
+  backward(keys);
 }
 
 /// NaN in the keys, values, queries and gradients that no element of any head uses.
@@ -451,15 +464,18 @@ void check(const Case& c, unsigned seed = 1) {
     poison(c, x);
   }
   const AttentionReference expected = reference(c, x);
-  run(c, x, serial_executor());
-  const double allowed = tolerance(c.dtype);
-  expect_close(x.o, expected.o, allowed, "o");
-  expect_close(x.lse, expected.lse, std::min(allowed, 1e-5), "lse");
-  expect_close(x.d_q, expected.d_q, 2 * allowed, "d_q");
-  expect_close(x.d_k, expected.d_k, 2 * allowed, "d_k");
-  expect_close(x.d_v, expected.d_v, 2 * allowed, "d_v");
-  if (c.bias[0] != 0) {
-    expect_close(x.d_bias, expected.d_bias, 2 * std::max(allowed, tolerance(c.bias_dtype)), "d_bias");
+  for (const Gradients gradients : {Gradients::together, Gradients::apart}) {
+    SCOPED_TRACE(gradients == Gradients::together ? "together" : "apart");
+    run(c, x, serial_executor(), gradients);
+    const double allowed = tolerance(c.dtype);
+    expect_close(x.o, expected.o, allowed, "o");
+    expect_close(x.lse, expected.lse, std::min(allowed, 1e-5), "lse");
+    expect_close(x.d_q, expected.d_q, 2 * allowed, "d_q");
+    expect_close(x.d_k, expected.d_k, 2 * allowed, "d_k");
+    expect_close(x.d_v, expected.d_v, 2 * allowed, "d_v");
+    if (c.bias[0] != 0) {
+      expect_close(x.d_bias, expected.d_bias, 2 * std::max(allowed, tolerance(c.bias_dtype)), "d_bias");
+    }
   }
 }
 
@@ -687,7 +703,10 @@ Case with(const std::vector<RegularPtr>& named) {
 TEST(AttentionCpu, NamedPatterns) {
   for (const RegularPtr& pattern :
        {patterns::sliding_window(150, 20, 3), patterns::causal({70, 150}), patterns::strided(200, 16),
-        patterns::dilated(180, 5, 4), patterns::strided(130, 40)}) {
+        patterns::dilated(180, 5, 4), patterns::strided(130, 40), patterns::dilated(20, 2, 3),
+        // A key in several tiles of columns.
+        patterns::neighborhood(std::array<Index, 2>{10, 13}, std::array<Index, 2>{5, 5}, std::array<Index, 1>{1},
+                               std::array<Index, 1>{0})}) {
     SCOPED_TRACE(pattern->text());
     Case c = with(std::vector{pattern});
     check(c);
@@ -704,27 +723,48 @@ TEST(AttentionCpu, NamedPatterns) {
   check(c);
 }
 
+/// Bytes are those of one thread.
+void check_threads(const Case& c) {
+  std::mt19937 random(3);
+  Tensors one = make(c, random);
+  run(c, one, serial_executor());
+  for (const int threads : {2, 3}) {
+    std::mt19937 again(3);
+    Tensors more = make(c, again);
+    TbbExecutor executor(threads);
+    run(c, more, executor);
+    EXPECT_TRUE(one.o.same_bytes(more.o) && one.lse.same_bytes(more.lse));
+    EXPECT_TRUE(one.d_q.same_bytes(more.d_q) && one.d_k.same_bytes(more.d_k) && one.d_v.same_bytes(more.d_v));
+    EXPECT_TRUE(one.d_bias.same_bytes(more.d_bias));
+  }
+}
+
 TEST(AttentionCpu, Threads) {  // that share each head, and that take whole ones
   Case c = with(dilated(300, 300, 20, 3));
   c.batch = 2;
   c.heads = 4;
   c.kv_heads = 2;
-  c.cuts = {{Cut::residues, 3}, {Cut::plain, 1}};
   c.dropout = 0.1;
-  for (const Index bias : {0, 1}) {
-    c.bias = {bias, bias, 300 * bias, 300 * bias};
-    std::mt19937 random(3);
-    Tensors one = make(c, random);
-    run(c, one, serial_executor());
-    for (const int threads : {2, 3}) {
-      std::mt19937 again(3);
-      Tensors more = make(c, again);
-      TbbExecutor executor(threads);
-      run(c, more, executor);
-      EXPECT_TRUE(one.o.same_bytes(more.o) && one.lse.same_bytes(more.lse));
-      EXPECT_TRUE(one.d_q.same_bytes(more.d_q) && one.d_k.same_bytes(more.d_k) && one.d_v.same_bytes(more.d_v));
-      EXPECT_TRUE(one.d_bias.same_bytes(more.d_bias));
+  for (const bool components : {false, true}) {
+    if (components) {
+      c.cuts = {{Cut::residues, 3}, {Cut::plain, 1}};
     }
+    for (const Index bias : {0, 1}) {
+      c.bias = {bias, bias, 300 * bias, 300 * bias};
+      check_threads(c);
+    }
+  }
+}
+
+TEST(AttentionCpu, OnePassOrTwo) {  // few heads with much work each, many heads, and those that share keys
+  for (const auto& [heads, kv_heads] : {std::pair<Index, Index>{1, 1}, {17, 17}, {4, 2}}) {
+    Case c = with(window(600, 700, 650, 0));
+    c.heads = heads;
+    c.kv_heads = kv_heads;
+    c.depth = heads == 1 ? 60 : 8;
+    c.value_depth = heads == 1 ? 33 : 5;
+    check(c);
+    check_threads(c);
   }
 }
 

@@ -248,7 +248,7 @@ TEST_P(BlockMatmul, EveryTransposeOfEveryBlock) {
 }
 
 TEST_P(BlockMatmul, FreeSizes) {
-  for (const std::int64_t free : {1, 2, 7, 8, 15, 16, 17, 31, 33, 47, 48, 49, 96, 97, 100, 145, 300}) {
+  for (const std::int64_t free : {1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 47, 48, 49, 96, 97, 100, 145, 300}) {
     Case c;
     c.free = free;
     c.sizes = {1, 3, 4, 8, 16};
@@ -289,7 +289,6 @@ TEST_P(BlockMatmul, AnyStrides) {
         Case c;
         c.left = left, c.right = right, c.out = out;
         c.sizes = {1, 2, 3, 16, 24};
-        c.free = 50;
         c.left_batch = c.right_batch = Index{2};
         if (std::get<0>(GetParam()) != Mode::dsd) {
           c.left_batch.push_back(1);
@@ -297,7 +296,10 @@ TEST_P(BlockMatmul, AnyStrides) {
         if (std::get<0>(GetParam()) != Mode::dds) {
           c.right_batch.push_back(1);
         }
-        check(c);
+        for (const std::int64_t free : {50, 3}) {
+          c.free = free;
+          check(c);
+        }
       }
     }
   }
@@ -310,7 +312,10 @@ TEST_P(BlockMatmul, EmptyRowsAndLayouts) {
       Case c;
       c.sizes = sizes;
       c.density = density;
-      check(c);
+      for (const std::int64_t free : {37, 1, 6}) {
+        c.free = free;
+        check(c);
+      }
     }
   }
 }
@@ -335,6 +340,11 @@ TEST_P(BlockMatmul, WhatNoBlockTouchesNeverLeaks) {
     c.density = 0.15;
     c.odd_share = is_sdd() ? 0.002 : 0.01;
     check(c);
+    for (const int transposes : {0, 1, 2, 3}) {  // and a few columns
+      c.free = 1 + 2 * transposes;
+      c.options = {(transposes & 1) != 0, (transposes & 2) != 0, false, false};
+      check(c);
+    }
   }
 }
 

@@ -22,7 +22,8 @@ using Index = std::int64_t;
 using Sizes = KroneckerPattern::Sizes;
 
 /// How the axes of a tensor lie in memory.
-enum class Order { first, last, apart, backwards };
+/// turned: as the transposed of a tensor of four axes that lies in order.
+enum class Order { first, last, apart, backwards, turned };
 
 Tensor tensor(DType dtype, const std::vector<Index>& sizes, Order order) {
   MemoryLayout layout;
@@ -34,6 +35,8 @@ Tensor tensor(DType dtype, const std::vector<Index>& sizes, Order order) {
     layout.step = 3, layout.gap = 2;
   } else if (order == Order::backwards) {
     layout.backwards = 1;
+  } else if (order == Order::turned && sizes.size() == 4) {
+    layout.order = {0, 2, 1, 3};
   }
   return Tensor(dtype, sizes, layout);
 }
@@ -152,6 +155,28 @@ TEST(KroneckerCpu, ProductInEveryTypeAndLayout) {
   }
 }
 
+/// Weights as they are, and as a gradient reads them; from one row to more than are few.
+TEST(KroneckerCpu, FewRows) {
+  TbbExecutor threads;
+  for (const Sizes& s : {Sizes{2, 37, 40, 1},
+                         {1, 49, 70, 2},
+                         {2, 20, 260, 3},
+                         {1, 12, 90, 8},
+                         {1, 10, 60, 20},
+                         {2, 9, 24, 64},
+                         {3, 130, 5, 6}}) {
+    for (const DType dtype : kTypes) {
+      for (const Order weights : {Order::first, Order::turned}) {
+        for (const Index batch : {1, 2, 3, 4, 6, 8, 9, 16, 33}) {
+          check_product({s, batch, dtype, Order::first, weights, batch % 2 == 0, Activation::relu}, threads);
+        }
+        check_product({s, 5, dtype, Order::last, weights}, threads);
+        check_product({s, 3, dtype, Order::apart, weights, true}, threads);
+      }
+    }
+  }
+}
+
 TEST(KroneckerCpu, GradientInEveryTypeAndLayout) {
   TbbExecutor threads;
   for (const Sizes& s : kSizes) {
@@ -169,11 +194,13 @@ TEST(KroneckerCpu, GradientInEveryTypeAndLayout) {
 
 TEST(KroneckerCpu, LargerTilesAndBatches) {
   TbbExecutor threads;
-  for (const Sizes& s : {Sizes{1, 24, 64, 16}, {1, 48, 64, 1}, {1, 96, 24, 4}, {1, 300, 10, 2}, {1, 64, 24, 3}}) {
+  for (const Sizes& s :
+       {Sizes{1, 24, 64, 16}, {1, 48, 64, 1}, {1, 96, 24, 4}, {1, 300, 10, 2}, {1, 64, 24, 3}, {2, 40, 30, 4}}) {
     for (const DType dtype : {DType::f32, DType::bf16}) {
       for (const Order order : {Order::first, Order::last}) {
         check_product({s, 530, dtype, order, Order::first, true, Activation::relu}, threads);
         check_product({s, 512, dtype, order}, threads);
+        check_product({s, 40, dtype, order, Order::turned}, threads);
         check_gradient({s, 1500, dtype, order, Order::first, true}, threads);
       }
     }

@@ -14,28 +14,7 @@
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
-#ifndef FRETWORK_RUNTIME_SIMD_TILES_TYPES
-#define FRETWORK_RUNTIME_SIMD_TILES_TYPES
-namespace fretwork::simd {
-
-/// 16-bit elements as they lie in memory, and their conversions one at a time.
-struct F16 {
-  std::uint16_t bits;
-  float wide() const { return static_cast<float>(std::bit_cast<_Float16>(bits)); }
-  static F16 round(float value) { return {std::bit_cast<std::uint16_t>(static_cast<_Float16>(value))}; }
-};
-struct Bf16 {
-  std::uint16_t bits;
-  float wide() const { return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16); }
-  static Bf16 round(float value) {
-    const auto word = std::bit_cast<std::uint32_t>(value);
-    const bool nan = (word & 0x7fffffff) > 0x7f800000;
-    return {static_cast<std::uint16_t>(nan ? word >> 16 | 0x40 : (word + 0x7fff + (word >> 16 & 1)) >> 16)};
-  }
-};
-
-}  // namespace fretwork::simd
-#endif
+#include "runtime/simd/elements-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fretwork::simd::HWY_NAMESPACE {
@@ -46,8 +25,6 @@ constexpr int kRows = 8;  // 8 × 3 sums fill 24 of 32 registers
 #else
 constexpr int kRows = 4;  // 4 × 3 sums fill 12 of 16
 #endif
-// Highway's own emulation of half conversions does not round to nearest even: those targets convert one by one.
-constexpr bool kHasHalf = HWY_TARGET < HWY_SSE4 || HWY_ARCH_ARM_A64;
 /// Elements in 128 bits: the side of the squares that are transposed in registers.
 template <typename T>
 constexpr std::int64_t kSquare = HWY_TARGET == HWY_SCALAR ? 1 : 16 / sizeof(T);
@@ -69,28 +46,6 @@ Out Narrow(T value) {
     return value;
   } else {
     return Out::round(value);
-  }
-}
-
-template <class D, typename In>
-HWY_INLINE hn::Vec<D> LoadAs(D d, const In* from) {
-  using T = hn::TFromD<D>;
-  if constexpr (std::is_same_v<In, T>) {
-    return hn::LoadU(d, from);
-  } else if constexpr (std::is_same_v<In, Bf16>) {
-    const hn::Rebind<std::uint32_t, D> du;
-    const hn::Rebind<std::uint16_t, D> d16;
-    return hn::BitCast(
-        d, hn::ShiftLeft<16>(hn::PromoteTo(du, hn::LoadU(d16, reinterpret_cast<const std::uint16_t*>(from)))));
-  } else if constexpr (kHasHalf) {
-    const hn::Rebind<hwy::float16_t, D> d16;
-    return hn::PromoteTo(d, hn::LoadU(d16, reinterpret_cast<const hwy::float16_t*>(from)));
-  } else {
-    HWY_ALIGN T wide[hn::MaxLanes(D())];
-    for (std::size_t n = 0; n < hn::MaxLanes(D()); ++n) {
-      wide[n] = from[n].wide();
-    }
-    return hn::Load(d, wide);
   }
 }
 
@@ -282,30 +237,6 @@ void Store(const void* sums, std::int64_t sum_stride, std::int64_t rows, std::in
   }
   Convert<T>(static_cast<const T*>(sums), sum_stride, 1, rows, cols, static_cast<Out*>(to.data), to.row_stride,
              to.col_stride);
-}
-
-/// A vector of copies of a run of elements: as a rule one instruction of the load unit.
-template <int kRun, class D, typename T>
-HWY_INLINE hn::Vec<D> Repeat(D d, const T* run) {
-  if constexpr (kRun == 1) {
-    return hn::Set(d, *run);
-  } else if constexpr (kRun == hn::MaxLanes(D())) {
-    return hn::LoadU(d, run);
-  } else if constexpr (kRun * sizeof(T) == 16) {
-    return hn::LoadDup128(d, run);
-  } else if constexpr (kRun * sizeof(T) == 8) {
-    double both;
-    std::memcpy(&both, run, sizeof both);
-    return hn::BitCast(d, hn::Set(hn::Repartition<double, D>(), both));
-  } else {
-#if HWY_TARGET == HWY_AVX3
-    if constexpr (sizeof(T) == 4) {
-      return hn::Vec<D>{_mm512_broadcast_f32x8(_mm256_loadu_ps(run))};
-    } else {
-      return hn::Vec<D>{_mm512_broadcast_f64x4(_mm256_loadu_pd(run))};
-    }
-#endif
-  }
 }
 
 /// Holds a run in a register: GCC would load it again for each product, more than a CPU can.

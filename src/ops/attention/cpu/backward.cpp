@@ -1,6 +1,8 @@
-// Attention on the CPU, backward. The gradient of queries uses the plan of the pattern, those of keys and values the
-// plan of the transposed pattern; both recompute the scores. One task sums a gradient in a fixed order, so results do
-// not depend on the number of threads.
+// Attention on the CPU, backward. Where there are key heads enough, or little work for each, one thread takes a key
+// head and computes all gradients from the same scores: five products. Else the gradient of queries uses the plan of
+// the pattern, those of keys and values the plan of the transposed pattern, and both recompute the scores: seven
+// products, whose tiles are shared by all threads. Which of the two does not depend on the number of threads, and one
+// task sums a gradient in a fixed order, so results do not either.
 #include <algorithm>
 #include <cmath>
 #include <deque>
@@ -103,6 +105,14 @@ class Backward {
 
   void run(Plans plans, Plans transposed) {
     prepare(plans);
+    if (one_pass(plans)) {
+      for (const PlanRange& range : batch_ranges(plans, p_.batch, p_.heads)) {
+        all_gradients(range);
+      }
+      clear_padding(b_.d_k, p_.depth);
+      clear_padding(b_.d_v, p_.value_depth);
+      return;
+    }
     if (b_.d_q.data != nullptr || (bias_ && !bias_->by_key())) {
       for (const PlanRange& range : batch_ranges(plans, p_.batch, p_.heads)) {
         run(range, false);
@@ -160,6 +170,210 @@ class Backward {
     std::deque<Layer<Acc>> layers;
     bool whole;  ///< the last holds every row
   };
+
+  /// Products for each key head that one thread may do alone, and key heads that are enough for any number of threads.
+  static constexpr std::int64_t kFewProducts = 1 << 25, kManySlices = 16;
+
+  /// Whether all gradients come from the same scores. Heads that share keys have one plan, with one component.
+  bool one_pass(Plans plans) const {
+    const auto one_component = [](const auto& plan) { return plan->components.size() == 1; };
+    const std::int64_t products = p_.heads / p_.kv_heads * p_.rows * p_.cols * (p_.depth + p_.value_depth);
+    return b_.d_q.data != nullptr && b_.d_k.data != nullptr && b_.d_v.data != nullptr && !bias_ &&
+           (products <= kFewProducts || p_.batch * p_.kv_heads >= kManySlices) &&
+           std::ranges::all_of(plans, one_component) &&
+           std::ranges::all_of(plans, [&](const auto& plan) { return plan == plans[0]; }) &&
+           plans[0]->components[0].covers_rows;
+  }
+
+  /// Strips of a tile whose columns begin at the same place, for one product of all their rows.
+  struct StripGroup {
+    struct Part {
+      std::int64_t first, rows, begin, end;  ///< rows of the tile; columns of its scores
+    };
+    std::vector<Part> parts;
+    std::int64_t shift = 0;  ///< from a column of the scores to its place
+    std::int64_t begin = 0, end = 0;
+    std::int64_t work = 0;  ///< rows · columns of the parts
+
+    /// Whether a part goes with those that are there: the columns that it lacks are not many.
+    bool takes(const Part& part, std::int64_t shift_of_part) const {
+      const std::int64_t columns = std::max(end, part.end) - std::min(begin, part.begin);
+      const std::int64_t rows = part.first + part.rows - parts.front().first;
+      return shift_of_part == shift && rows * columns <= (work + part.rows * (part.end - part.begin)) * 3 / 2;
+    }
+    void add(const Part& part, std::int64_t shift_of_part) {
+      begin = parts.empty() ? part.begin : std::min(begin, part.begin);
+      end = parts.empty() ? part.end : std::max(end, part.end);
+      work = (parts.empty() ? 0 : work) + part.rows * (part.end - part.begin);
+      shift = shift_of_part;
+      parts.push_back(part);
+    }
+  };
+
+  /// One key head: its packed columns, and the sums of its gradients by place.
+  struct Slice {
+    const Pass& pass;
+    std::int64_t number;
+    Acc *d_keys, *d_values;
+  };
+
+  void all_gradients(const PlanRange& range) {
+    const PlanHeads set = head_sets(range.things, p_.heads)[0];
+    const Layer<Acc> layer(p_, *set.thing, set.thing->components[0], false, machine_);
+    const std::int64_t places = layer.columns.places(), sums = places + machine_.tiles.rows;
+    const std::int64_t features = keys_.padded() + values_.padded();
+    const std::int64_t bytes = Memory::bytes<Acc>((2 * places + sums) * features) + kPieces * Memory::bytes<Acc>(1);
+    const std::int64_t before = range.first * p_.kv_heads;
+    for_slices(
+        range.count * p_.kv_heads, bytes, false, context_,
+        [&](std::int64_t first, std::int64_t last, Context& context, Memory memory) {
+          const std::vector<Head> heads = key_heads(p_, before + first, before + last);
+          const std::vector<Query> queries = queries_of(p_, set, before + first, before + last);
+          const std::int64_t count = last - first;
+          Acc* const turned_keys = memory.take<Acc>(count * places * p_.depth);
+          Acc* const turned_values = memory.take<Acc>(count * places * p_.value_depth);
+          Acc* const keys = layer.columns.in_place(p_.k, p_.dtype, keys_)
+                                ? nullptr
+                                : memory.take<Acc>(count * places * keys_.padded());
+          Packing<Acc> packing(layer, machine_, p_.dtype, heads, {p_.k, keys_, turned_keys, keys},
+                               {p_.v, values_, turned_values, nullptr}, context);
+          const Pass pass{false, layer, packing, turned_keys, turned_values, nullptr, nullptr, nullptr, nullptr};
+          Acc* const d_keys = memory.take<Acc>(count * sums * keys_.padded());
+          Acc* const d_values = memory.take<Acc>(count * sums * values_.padded());
+          context.executor->parallel_for(count, 1, [&](std::int64_t begin, std::int64_t end) {
+            for (std::int64_t n = begin; n < end; ++n) {
+              const Slice slice{pass, n, d_keys + n * sums * keys_.padded(), d_values + n * sums * values_.padded()};
+              std::fill_n(slice.d_keys, sums * keys_.padded(), Acc{0});
+              std::fill_n(slice.d_values, sums * values_.padded(), Acc{0});
+              for (const Query& query : queries) {
+                for (std::int64_t tile = 0; query.slice == n && tile < std::ssize(layer.component.row_tiles); ++tile) {
+                  all_gradients(slice, query, tile);
+                }
+              }
+              store_keys(slice, heads[static_cast<std::size_t>(n)]);
+            }
+          });
+        });
+  }
+
+  /// Adds what a tile of queries gives to the gradients of keys and values, and stores that of the queries.
+  void all_gradients(const Slice& slice, const Query& query, std::int64_t tile) const {
+    Buffers& buffers = thread_buffers();
+    const Pass& pass = slice.pass;
+    const Plan& plan = pass.layer.plan;
+    const Component& component = pass.layer.component;
+    const std::int64_t side = plan.shape.rows;
+    const std::int64_t stride = Walk::most_columns(plan) + machine_.tiles.lanes;
+    const std::int64_t width = keys_.padded(), value_width = values_.padded(), places = pass.layer.columns.places();
+    auto& tokens = buffers.tokens;
+    tokens.assign(static_cast<std::size_t>(ceil_div(side, machine_.tiles.rows) * machine_.tiles.rows), -1);
+    tokens_of(component.row_order, component.row_tiles[static_cast<std::size_t>(tile)], side, nullptr, tokens.data());
+    const std::int64_t rows = rows_there(tokens, machine_.tiles);
+    Acc* const left = need<Acc>(buffers.left, rows * width);
+    Acc* const more_left = need<Acc>(buffers.more_left, rows * value_width);
+    load_used_rows(query.head, std::span(tokens).first(static_cast<std::size_t>(rows)), left, more_left);
+    Acc* const sums = need<Acc>(buffers.sums, rows * width);
+    std::fill_n(sums, rows * width, Acc{0});
+    Acc* const x = need<Acc>(buffers.scores, rows * stride);
+    Acc* const g = need<Acc>(buffers.gradients, rows * stride);
+    pass.packing.need(tile, slice.number);
+    const auto lines = pass.packing.first_lines(slice.number);
+    const Member member{query.head, query.head, slice.number};
+    StripGroup group;
+    const auto add_group = [&] {
+      for (const auto& part : group.parts) {
+        for (std::int64_t n = part.first; n < part.first + part.rows; ++n) {
+          for (Acc* const row : {x + n * stride, g + n * stride}) {
+            std::fill(row + group.begin, row + part.begin, Acc{0});
+            std::fill(row + part.end, row + group.end, Acc{0});
+          }
+        }
+      }
+      if (!group.parts.empty()) {
+        const std::int64_t first = group.parts.front().first, count = group.parts.back().first - first;
+        const std::int64_t at = first * stride + group.begin, all = count + group.parts.back().rows;
+        const std::int64_t columns = group.end - group.begin, place = group.begin + group.shift;
+        machine_.multiply_columns(g + at, stride, all, columns, left + first * width, keys_,
+                                  slice.d_keys + place * width);
+        machine_.multiply_columns(x + at, stride, all, columns, more_left + first * value_width, values_,
+                                  slice.d_values + place * value_width);
+      }
+      group.parts.clear();
+    };
+    Walk walk(plan, machine_.tiles.rows, machine_.width());
+    walk(component, tile, std::span<const std::int64_t>(tokens).first(static_cast<std::size_t>(side)),
+         [&](const Strip& s) {
+           // Scores of earlier strips stay until their group is complete, which ends where rows begin again.
+           if (!group.parts.empty() && s.first <= group.parts.back().first) {
+             add_group();
+           }
+           Acc *const strip_x = x + s.first * stride, *const strip_g = g + s.first * stride;
+           machine_.multiply_turned(s, left + s.first * width, width, p_.depth,
+                                    pass.turned + slice.number * places * p_.depth, strip_x, stride);
+           machine_.multiply_turned(s, more_left + s.first * value_width, value_width, p_.value_depth,
+                                    pass.turned_gradients + slice.number * places * p_.value_depth, strip_g, stride);
+           gradients(pass, member, s, tokens.data() + s.first, strip_x, strip_g, stride, true);
+           machine_.multiply_lines(s, strip_g, stride, lines, keys_, sums + s.first * width);
+           for (const Span& span : s.spans) {
+             const typename StripGroup::Part part{s.first, s.rows, span.at, span.at + span.length};
+             if (!group.parts.empty() && (s.spans.size() > 1 || part.first == group.parts.back().first ||
+                                          !group.takes(part, span.place - span.at))) {
+               add_group();
+             }
+             group.add(part, span.place - span.at);
+           }
+         });
+    add_group();
+    for (std::int64_t n = 0; n < side; ++n) {
+      if (const std::int64_t token = tokens[static_cast<std::size_t>(n)]; token >= 0) {
+        machine_.rows.narrow(sums + n * width, p_.depth, static_cast<Acc>(p_.scale),
+                             row_of(b_.d_q, p_.dtype, query.head, token), p_.dtype, b_.d_q.col);
+      }
+    }
+  }
+
+  /// Queries, scaled, and gradients of results, in rows of whole vectors. Those of a query that sees no key are zeros.
+  void load_used_rows(Head head, std::span<const std::int64_t> tokens, Acc* left, Acc* more_left) const {
+    const std::int64_t before = (head.batch * p_.heads + head.head) * p_.rows;
+    std::vector<std::int64_t>& used = thread_buffers().used;
+    used.assign(tokens.begin(), tokens.end());
+    std::ranges::replace_if(
+        used, [&](std::int64_t token) { return token >= 0 && std::isinf(lse_.data()[before + token]); }, -1);
+    std::fill_n(left, std::ssize(tokens) * keys_.padded(), Acc{0});
+    std::fill_n(more_left, std::ssize(tokens) * values_.padded(), Acc{0});
+    machine_.gather(p_.q, p_.dtype, head, used, p_.depth, static_cast<Acc>(p_.scale), left, keys_.padded());
+    machine_.gather(b_.d_o, p_.dtype, head, used, p_.value_depth, 1, more_left, values_.padded());
+  }
+
+  /// A key may have several places, where tiles of columns overlap, and one that no query sees may have none.
+  void store_keys(const Slice& slice, Head head) const {
+    const Columns<Acc>& columns = slice.pass.layer.columns;
+    std::vector<std::int64_t>& places = thread_buffers().used;
+    places.assign(static_cast<std::size_t>(p_.cols), columns.places());  // where sums stay zero
+    for (std::int64_t place = 0; place < columns.places(); ++place) {
+      const std::int64_t token = columns.tokens()[place];
+      if (token < 0) {
+        continue;
+      }
+      std::int64_t& first = places[static_cast<std::size_t>(token)];
+      if (first == columns.places()) {
+        first = place;
+        continue;
+      }
+      machine_.rows.add(slice.d_keys + first * keys_.padded(), slice.d_keys + place * keys_.padded(), keys_.padded());
+      machine_.rows.add(slice.d_values + first * values_.padded(), slice.d_values + place * values_.padded(),
+                        values_.padded());
+    }
+    std::fill_n(slice.d_keys + columns.places() * keys_.padded(), keys_.padded(), Acc{0});
+    std::fill_n(slice.d_values + columns.places() * values_.padded(), values_.padded(), Acc{0});
+    for (std::int64_t token = 0; token < p_.cols; ++token) {
+      const std::int64_t place = places[static_cast<std::size_t>(token)];
+      machine_.rows.narrow(slice.d_keys + place * keys_.padded(), p_.depth, Acc{1},
+                           row_of(b_.d_k, p_.dtype, head, token), p_.dtype, b_.d_k.col);
+      machine_.rows.narrow(slice.d_values + place * values_.padded(), p_.value_depth, Acc{1},
+                           row_of(b_.d_v, p_.dtype, head, token), p_.dtype, b_.d_v.col);
+    }
+  }
 
   /// From here on what rounding a log-sum-exp leaves out counts: a probability would be wrong by 6e-5 in fp32.
   static constexpr Acc kLargeLse = 1024;

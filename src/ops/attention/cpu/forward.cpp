@@ -110,17 +110,19 @@ class Forward {
     const Scores<Acc>& scores = task.layer.scores;
     Buffers& buffers = thread_buffers();
     const simd::Tiles& tiles = machine_.tiles;
-    const std::int64_t side = plan.shape.rows, rows = ceil_div(side, tiles.rows) * tiles.rows;
+    const std::int64_t side = plan.shape.rows;
     const std::int64_t width = values_.padded(), places = task.layer.columns.places();
     const std::int64_t stride = Walk::most_columns(plan) + tiles.lanes;
-    buffers.tokens.assign(static_cast<std::size_t>(rows), -1);
+    buffers.tokens.assign(static_cast<std::size_t>(ceil_div(side, tiles.rows) * tiles.rows), -1);
     tokens_of(component.row_order, component.row_tiles[static_cast<std::size_t>(tile)], side, nullptr,
               buffers.tokens.data());
+    const std::int64_t rows = rows_there(buffers.tokens, tiles);
+    const auto tokens = std::span<const std::int64_t>(buffers.tokens).first(static_cast<std::size_t>(rows));
     const Lefts left = queries(query.head, component, tile, rows, buffers);
     Acc* const tops = need<Acc>(buffers.statistics, 3 * rows);
     Acc *const sums = tops + rows, *const factors = sums + rows;
     Acc* const out = need<Acc>(buffers.sums, rows * width);
-    begin(task, unit, buffers.tokens, tops, sums, out);
+    begin(task, unit, tokens, tops, sums, out);
     Acc* const x = need<Acc>(buffers.scores, tiles.rows * stride);
     Acc* const row = need<Acc>(buffers.row, stride);
     const Acc* const keys = task.keys + query.slice * places * p_.depth;
@@ -144,7 +146,7 @@ class Forward {
       }
       machine_.multiply_lines(s, x, stride, values, values_, out + s.first * width);
     });
-    end(task, query, unit, buffers.tokens, tops, sums, out);
+    end(task, query, unit, tokens, tops, sums, out);
   }
 
   struct Lefts {
@@ -163,8 +165,8 @@ class Forward {
       return {static_cast<const Acc*>(row_of(p_.q, p_.dtype, head, of.base)), apart};
     }
     Acc* const left = need<Acc>(buffers.left, rows * p_.depth);
-    machine_.gather(p_.q, p_.dtype, head, buffers.tokens, p_.depth, late_ ? Acc{1} : static_cast<Acc>(p_.scale), left,
-                    p_.depth);
+    machine_.gather(p_.q, p_.dtype, head, std::span(buffers.tokens).first(static_cast<std::size_t>(rows)), p_.depth,
+                    late_ ? Acc{1} : static_cast<Acc>(p_.scale), left, p_.depth);
     return {left, p_.depth};
   }
 
@@ -240,6 +242,9 @@ class Forward {
     if (sum == 0) {
       put(p_.lse, kNone<Acc>);
       put(p_.lse_rest, 0);
+      return;
+    }
+    if (p_.lse.data == nullptr && p_.lse_rest.data == nullptr) {
       return;
     }
     const Acc high = top * unit_, low = std::log(sum), both = high + low, of_low = both - high;

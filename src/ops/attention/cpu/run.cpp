@@ -24,7 +24,24 @@ struct KnownPlan {
 
 using Planner = std::shared_ptr<const Plan> (*)(const RegularPattern& pattern, const TileShape& shape);
 
+/// A pattern as its rows' runs of columns, in their own order.
+std::shared_ptr<const Plan> flat_plan(const RegularPattern& pattern) {
+  std::vector<PartGroup> groups{{parts::flat_view(), {}}};
+  for (std::int64_t row = 0; row < pattern.rows(); ++row) {
+    for (const auto& [begin, end] : pattern.row(row)) {
+      AxisRange box = parts::between(row, row + 1, begin, end);
+      parts::tighten(box);
+      groups[0].parts.push_back(parts::part({box}));
+    }
+  }
+  return std::make_shared<const Plan>(plan_parts(pattern.rows(), pattern.cols(), groups, kSmall));
+}
+
 std::shared_ptr<const Plan> choose(const RegularPattern& pattern, Planner planner) {
+  // One tile holds it all: to bring tokens into another order would take longer.
+  if (planner == &plan && pattern.rows() <= kSmall.rows && pattern.cols() <= kSmall.cols) {
+    return flat_plan(pattern);
+  }
   auto large = planner(pattern, kLarge), small = planner(pattern, kSmall);
   return columns_met(*small) < kLess * columns_met(*large) ? small : large;
 }

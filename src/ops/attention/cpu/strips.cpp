@@ -21,6 +21,8 @@ constexpr std::size_t kRowsAhead = 6;
 constexpr std::int64_t kPieceCost = 8;
 /// What a tile of rows costs beside its pairs, in quarters of a pair.
 constexpr std::int64_t kPairCost = 4;
+/// Packed operands of key heads that a thread works on together: they leave room in a second-level cache of 1 MB.
+constexpr std::int64_t kTogetherBytes = 128 << 10;
 
 struct Range {
   std::int64_t begin, end;
@@ -74,11 +76,11 @@ std::vector<Head> key_heads(const Problem& problem, std::int64_t first, std::int
 
 std::vector<Query> queries_of(const Problem& problem, const PlanHeads& set, std::int64_t first, std::int64_t last) {
   std::vector<Query> queries;
+  const std::int64_t group = problem.heads / problem.kv_heads;
   for (std::int64_t slice = first; slice < last; ++slice) {
-    for (const int h : set.heads) {
-      if (h / (problem.heads / problem.kv_heads) == slice % problem.kv_heads) {
-        queries.push_back({{slice / problem.kv_heads, h}, slice - first});
-      }
+    const std::int64_t before = slice % problem.kv_heads * group;
+    for (auto h = std::ranges::lower_bound(set.heads, before); h != set.heads.end() && *h < before + group; ++h) {
+      queries.push_back({{slice / problem.kv_heads, *h}, slice - first});
     }
   }
   return queries;
@@ -111,12 +113,16 @@ void for_slices(std::int64_t slices, std::int64_t bytes, bool together, Context&
     }
     return;
   }
-  const Workspace memory(context, static_cast<std::size_t>(teams * bytes));
+  // Small ones some at a time, for what a body does before it begins.
+  const std::int64_t step =
+      std::clamp(kTogetherBytes / std::max<std::int64_t>(bytes, 1), std::int64_t{1}, ceil_div(slices, teams));
+  const Workspace memory(context, static_cast<std::size_t>(teams * step * bytes));
   context.executor->parallel_for(teams, 1, [&](std::int64_t begin, std::int64_t end) {
     Context alone = context;
     alone.executor = &serial_executor();
-    for (std::int64_t slice = slices * begin / teams; slice < slices * end / teams; ++slice) {
-      body(slice, slice + 1, alone, static_cast<std::byte*>(memory.data()) + begin * bytes);
+    const std::int64_t last = slices * end / teams;
+    for (std::int64_t slice = slices * begin / teams; slice < last; slice += step) {
+      body(slice, std::min(slice + step, last), alone, static_cast<std::byte*>(memory.data()) + begin * step * bytes);
     }
   });
 }
@@ -172,7 +178,9 @@ void Walk::operator()(const Component& component, std::int64_t tile, std::span<c
     }
   }
   // In order of columns, so that neighbours make one span.
-  std::ranges::stable_sort(segments_, {}, &Segment::tile);
+  if (!std::ranges::is_sorted(segments_, {}, &Segment::tile)) {
+    std::ranges::stable_sort(segments_, {}, &Segment::tile);
+  }
   const std::int64_t together = most_columns(plan_) / plan_.shape.cols, count = std::ssize(segments_);
   for (std::int64_t from = 0; from < count; from += together) {
     const auto segments = std::span(segments_).subspan(static_cast<std::size_t>(from),
@@ -190,6 +198,14 @@ void Walk::operator()(const Component& component, std::int64_t tile, std::span<c
       }
     }
   }
+}
+
+std::int64_t rows_there(std::span<const std::int64_t> tokens, const simd::Tiles& tiles) {
+  std::int64_t rows = std::ssize(tokens);
+  while (rows > 0 && tokens[static_cast<std::size_t>(rows - 1)] < 0) {
+    --rows;
+  }
+  return ceil_div(rows, tiles.rows) * tiles.rows;
 }
 
 double columns_met(const Plan& plan) {
@@ -372,6 +388,33 @@ void Machine<Acc>::multiply_lines(const Strip& strip, const Acc* scores, std::in
       product.right = const_cast<Acc*>(lines.data + lines.features * split.first(p));
       product.sums = sums + split.first(p);
       (lines.apart != 0 ? tiles.multiply_in_place : tiles.multiply)[split.vectors(p) - 1](product);
+    }
+  }
+}
+
+template <typename Acc>
+void Machine<Acc>::multiply_columns(const Acc* scores, std::int64_t stride, std::int64_t count, std::int64_t columns,
+                                    const Acc* lines, const Split& split, Acc* sums) const {
+  Acc* const rest = need<Acc>(thread_buffers().row, tiles.rows * split.padded());
+  simd::Product product;
+  product.count = 1;
+  product.steps = count;
+  product.row_stride = 1;
+  product.step_stride = stride;
+  product.right_stride = split.padded();
+  product.sum_stride = split.padded();
+  for (std::int64_t column = 0; column < columns; column += tiles.rows, sums += tiles.rows * split.padded()) {
+    const simd::Term term{scores + column, 0, nullptr};
+    const bool whole = column + tiles.rows <= columns;  // else a tile has columns too many, whose sums are dropped
+    product.terms = &term;
+    product.add = whole;
+    for (std::int64_t p = 0; p < split.panels(); ++p) {
+      product.right = const_cast<Acc*>(lines + split.first(p));
+      product.sums = (whole ? sums : rest) + split.first(p);
+      tiles.multiply_in_place[split.vectors(p) - 1](product);
+    }
+    if (!whole) {
+      rows.add(sums, rest, (columns - column) * split.padded());
     }
   }
 }

@@ -86,6 +86,9 @@ inline bool ends_whole(const std::vector<const Component*>& components) {
 void tokens_of(const Order& order, const Tile& tile, std::int64_t side, const std::uint32_t* used,
                std::int64_t* tokens);
 
+/// Rows of a tile up to the last that has a token, in whole strips.
+std::int64_t rows_there(std::span<const std::int64_t> tokens, const simd::Tiles& tiles);
+
 /// Columns [begin, end) of one column tile, whose scores stand from `at` on. Whole panels; those before `first` and
 /// from `last` on are met by no row, and their scores may be anything until they are masked.
 struct Piece {
@@ -208,6 +211,9 @@ struct Machine {
   /// sums += scores · lines.
   void multiply_lines(const Strip& strip, const Acc* scores, std::int64_t stride, const Lines<Acc>& lines,
                       const Split& split, Acc* sums) const;
+  /// sums[j] += Σ_i scores[i][j] · lines[i] for some rows of scores, `stride` apart. Columns need not be whole tiles.
+  void multiply_columns(const Acc* scores, std::int64_t stride, std::int64_t rows, std::int64_t columns,
+                        const Acc* lines, const Split& split, Acc* sums) const;
 };
 
 /// Which columns of a component are keys that a batch element's queries see.
@@ -352,7 +358,7 @@ class Packing {
 /// Memory of one thread, kept between calls.
 struct Buffers {
   simd::Scratch wide, left, more_left, scores, gradients, slopes, row, sums, more_sums, statistics;
-  std::vector<std::int64_t> tokens;
+  std::vector<std::int64_t> tokens, used;
   Ahead ahead;
 };
 Buffers& thread_buffers();

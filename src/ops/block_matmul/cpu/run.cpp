@@ -8,9 +8,11 @@
 #include <cstdlib>
 #include <iterator>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "ops/block_matmul/problem.h"
+#include "runtime/simd/dots.h"
 #include "runtime/simd/slabs.h"
 #include "runtime/simd/strips.h"
 
@@ -42,6 +44,7 @@ bool lines(std::intptr_t bytes) { return bytes % 64 == 0; }
 struct Buffers {
   simd::Scratch panel, strip, sums;
   std::vector<simd::Term> terms;
+  std::vector<simd::DotsTerm> dots;
   std::vector<std::uint8_t> packed;
   /// Rows of the right operand that this line packs, and those of the line after: the first of each block.
   std::vector<const void*> raw, next_raw;
@@ -348,6 +351,90 @@ class Spmm : Work {
   std::vector<std::int64_t> batch_first_;  ///< cost before each batch
 };
 
+/// A few columns of the right operand: blocks stream by once, as they lie in memory. A unit is one block-row.
+class FewColumns {
+ public:
+  explicit FewColumns(const Problem& problem)
+      : p_(problem),
+        tiles_(simd::widened_tiles(problem.dtype)),
+        index_(problem.transposed ? problem.layout->by_col() : problem.layout->by_row()),
+        size_(static_cast<std::int64_t>(size_of(problem.dtype))),
+        as_is_(!tiles_.widens && problem.right.row_stride == 1) {
+    const BlockLayout::Sizes& s = problem.layout->sizes();
+    const auto& [sparse, turned] = std::pair(problem.sparse, problem.transposed);
+    lines_ = turned ? s.cols : s.rows;
+    line_rows_ = turned ? s.block_cols : s.block_rows;
+    depth_ = turned ? s.block_rows : s.block_cols;
+    across_ = (turned ? sparse.row_stride : sparse.col_stride) != 1;
+    stride_ = turned == across_ ? sparse.row_stride : sparse.col_stride;
+  }
+
+  static bool fits(const Problem& p) {
+    const Values& s = p.sparse;
+    const BlockLayout::Sizes& sizes = p.layout->sizes();
+    const bool fills = (s.col_stride == 1 ? sizes.block_cols : sizes.block_rows) >= simd::tiles(p.dtype).lanes;
+    return p.kind == Kind::spmm && p.out.cols <= simd::kFewRows / (fills ? 1 : 2) && p.z_sum * p.h_sum == 1 &&
+           (s.row_stride == 1 || s.col_stride == 1);
+  }
+
+  std::int64_t total() const { return p_.z_out * p_.h_out * lines_; }
+  double flops_per_unit() const {
+    const auto blocks = static_cast<double>(p_.layout->nnz()) / static_cast<double>(lines_ * p_.layout->heads());
+    return 2 * blocks * static_cast<double>(line_rows_ * depth_ * p_.out.cols);
+  }
+  std::int64_t cut(std::int64_t at, std::int64_t /*stretch*/) const { return at; }
+
+  void run(std::int64_t begin, std::int64_t end) const {
+    Buffers& buffers = thread_buffers();
+    std::int64_t batch = -1;
+    for (std::int64_t unit = begin; unit < end; ++unit) {
+      if (unit / lines_ != batch) {
+        batch = unit / lines_;
+        buffers.packed.assign(static_cast<std::size_t>(p_.right.rows / depth_), 0);
+      }
+      work(batch / p_.h_out, batch % p_.h_out, unit % lines_, buffers);
+    }
+  }
+
+ private:
+  void work(std::int64_t z, std::int64_t h, std::int64_t line, Buffers& buffers) const {
+    const Matrix &right = p_.right, &out = p_.out;
+    std::byte* const x = at(right.data, z * right.z_stride + h * right.h_stride);
+    std::byte* const packed =
+        as_is_ ? x : buffers.panel.need(static_cast<std::size_t>(right.rows * right.cols) * tiles_.element);
+    buffers.dots.clear();
+    for (const auto& [other, number] : index_.line((p_.layout->heads() == 1 ? 0 : h) * lines_ + line)) {
+      const std::int64_t place = other * depth_ * (as_is_ ? 1 : right.cols);
+      buffers.dots.push_back({at(p_.sparse.data, z * p_.sparse.z_stride + number * p_.sparse.block_stride), place});
+      if (auto& done = buffers.packed[static_cast<std::size_t>(other)]; !as_is_ && done == 0) {
+        tiles_.pack({x + other * depth_ * right.row_stride * size_, right.col_stride, right.row_stride}, right.cols,
+                    depth_, depth_, packed + static_cast<std::size_t>(place) * tiles_.element, 0);
+        done = 1;
+      }
+    }
+    simd::Dots dots{.terms = buffers.dots, .rows = line_rows_, .depth = depth_, .stride = stride_, .across = across_};
+    dots.x = packed;
+    dots.x_stride = as_is_ ? right.col_stride : depth_;
+    dots.batch = right.cols;
+    dots.sums = buffers.sums.need(static_cast<std::size_t>(line_rows_ * right.cols) * tiles_.sum);
+    dots.sum_stride = line_rows_;
+    simd::dots(dots, p_.dtype);
+    const std::int64_t to = z * out.z_stride + h * out.h_stride + line * line_rows_ * out.row_stride;
+    tiles_.store(dots.sums, line_rows_, right.cols, line_rows_, {at(out.data, to), out.col_stride, out.row_stride},
+                 false);
+  }
+  std::byte* at(void* data, std::int64_t element) const { return static_cast<std::byte*>(data) + element * size_; }
+
+  const Problem& p_;
+  const Tiles& tiles_;
+  const BlockIndex& index_;
+  std::int64_t size_;
+  bool as_is_;   ///< the right operand is read where it is
+  bool across_;  ///< outputs of a block are contiguous, not its depth
+  std::int64_t lines_, line_rows_, depth_;
+  std::int64_t stride_;  ///< between such rows of a block
+};
+
 /// A slab is some columns of one block column; a unit is a strip of rows of one of its blocks.
 class Sdd : Work {
  public:
@@ -465,6 +552,10 @@ void share(const Kind& work, Context& context) {
 }  // namespace
 
 void run(const Problem& problem, Context& context) {
+  if (FewColumns::fits(problem)) {
+    share(FewColumns(problem), context);
+    return;
+  }
   const Tiles& tiles = simd::tiles(problem.dtype);
   const std::int64_t stretches = most_stretches(context);
   problem.kind == Kind::spmm ? share(Spmm(problem, tiles, stretches), context)

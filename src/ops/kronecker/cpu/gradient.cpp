@@ -4,6 +4,7 @@
 // Where weights are few, the batch is cut into pieces whose sums are added in order. The number of pieces does not
 // depend on the number of threads, so results do not either.
 #include "ops/kronecker/cpu/run.h"
+#include "runtime/simd/turn.h"
 
 namespace fretwork::kronecker::cpu {
 namespace {
@@ -24,6 +25,9 @@ Split pieces_of(std::int64_t batch, std::int64_t jobs, std::int64_t unit) {
       std::clamp(kBlocks / jobs, std::int64_t{1}, std::max<std::int64_t>(batch / kLeastPiece, 1));
   return even(count, ceil_div(count, pieces), unit);
 }
+
+/// Weights that are joined at a time.
+constexpr std::int64_t kJoined = 16 << 10;
 
 class WeightWork {
  public:
@@ -229,10 +233,42 @@ void add_bias(const WeightProblem& p, bool last, Context& context) {
   }
 }
 
+/// Whether δ, which are computed each by itself, would be stored in 16 bits, one element after the other.
+bool stored_apart(const WeightProblem& p) {
+  const auto& [a, b, c, d] = p.sizes;
+  return d > 1 && p.d_w.d == 1 && p.d_w.c == d && p.d_w.b == c * d && p.d_w.a == b * c * d && size_of(p.dtype) == 2;
+}
+
+/// From (a, d, b, c) to d_w.
+void join(const void* apart, const WeightProblem& p, Context& context) {
+  const std::int64_t d = p.sizes.d, all = p.sizes.b * p.sizes.c;
+  const Split parts{all, std::max<std::int64_t>(kJoined / d, 64)};
+  const std::int64_t jobs = p.sizes.a * parts.pieces();
+  const auto* const from = static_cast<const std::uint16_t*>(apart);
+  auto* const to = static_cast<std::uint16_t*>(p.d_w.data);
+  context.executor->parallel_for(
+      jobs, grain(jobs, 4.0 * static_cast<double>(p.sizes.a * all * d)), [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t job = begin; job < end; ++job) {
+          const std::int64_t i = job / parts.pieces(), first = job % parts.pieces() * parts.each;
+          simd::turn(from + i * d * all + first, all, d, parts.size(job % parts.pieces()), to + (i * all + first) * d,
+                     d);
+        }
+      });
+}
+
 }  // namespace
 
 void run(const WeightProblem& problem, Context& context) {
   const bool last = problem.batch > 1 && problem.x.batch == 1 && problem.d_y.batch == 1;
+  if (last && stored_apart(problem)) {
+    const Sizes& s = problem.sizes;
+    const Workspace workspace(context, static_cast<std::size_t>(s.a * s.b * s.c * s.d) * size_of(problem.dtype));
+    WeightProblem apart = problem;
+    apart.d_w = {workspace.data(), s.d * s.b * s.c, s.c, 1, s.b * s.c};
+    run(apart, context);
+    join(workspace.data(), problem, context);
+    return;
+  }
   const WeightWork work(problem, last);
   const std::int64_t jobs = work.jobs(), pieces = work.pieces();
   const Workspace workspace(context, work.bytes());

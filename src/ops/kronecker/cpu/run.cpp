@@ -7,6 +7,8 @@
 
 #include "core/large_pages.h"
 #include "ops/kronecker/config.h"
+#include "runtime/simd/dots.h"
+#include "runtime/simd/turn.h"
 
 namespace fretwork::kronecker::cpu {
 namespace {
@@ -31,8 +33,10 @@ constexpr std::int64_t kTurnedRows = 128, kTurnedStrips = 4;
 /// The longest runs of δ, and the deepest block, that are turned at all; the longest and batch · d if runs fill
 /// vectors.
 constexpr std::int64_t kTurnedRuns = 32, kTurnedDepth = 16384, kShortRun = 16, kTurnedElements = 1024;
-/// FewRows: batch rows at most, and weights that a thread takes at a time.
-constexpr std::int64_t kFewRows = 8, kFewElements = 32 << 10;
+/// Weights of one δ that are turned at a time.
+constexpr std::int64_t kTurnedTogether = 1024;
+/// Weights that a thread takes at a time of a few rows.
+constexpr std::int64_t kFewElements = 32 << 10;
 /// Pieces of work per thread, if there are as many.
 constexpr std::int64_t kPieces = 4;
 
@@ -273,7 +277,9 @@ class BatchLast : Work {
         cols_{problem.batch,
               std::max(most / (tiles_.lanes * tiles_.vectors), std::int64_t{1}) * tiles_.lanes * tiles_.vectors},
         pieces_(even(depth_, kPanelDepth, tiles_.group)),
-        as_is_(problem.batch <= kSmallBatch && can_be_left(problem, tiles_)) {
+        turned_first_(can_be_turned(problem, tiles_)),
+        turned_(turned_first_ && problem.w.c == s_.d && whole_tiles(s_, tiles_)),
+        as_is_(turned_ || (problem.batch <= kSmallBatch && can_be_left(problem, tiles_))) {
     const auto few = [&] { return jobs() < wanted_; };
     while (few() && cols_.each > tiles_.lanes * tiles_.vectors) {
       cols_.each -= tiles_.lanes * tiles_.vectors;
@@ -285,15 +291,33 @@ class BatchLast : Work {
 
   /// Whether weights can be read where they are.
   static bool can_be_left(const Problem& problem, const Tiles& tiles) {
-    return problem.w.c == 1 && !tiles.widens && problem.sizes.b % tiles.rows == 0 && problem.sizes.c % tiles.group == 0;
+    return problem.w.c == 1 && whole_tiles(problem.sizes, tiles);
   }
 
-  std::size_t weight_bytes() const { return as_is_ ? 0 : packing_.bytes(s_.a * s_.d * stride()); }
-  std::int64_t weight_jobs() const { return as_is_ ? 0 : s_.a * s_.d; }
+  std::size_t weight_bytes() const {
+    return turned_ ? packing_.bytes(s_.a * s_.d * s_.b * s_.c) : as_is_ ? 0 : packing_.bytes(s_.a * s_.d * stride());
+  }
+  std::int64_t weight_jobs() const {
+    return turned_ ? s_.a * turns().pieces() : as_is_ ? 0 : turned_first_ ? s_.a : s_.a * s_.d;
+  }
   void pack_weights(std::int64_t job, std::byte* packed) const {
-    const Operand from = packing_.at(w(job / s_.d), 0, 0, job % s_.d);
-    tiles_.pack({from.data, from.row, from.col}, s_.c, s_.b, tiles_.rows, packed + packing_.bytes(job * stride()),
-                static_cast<std::int64_t>(packing_.bytes(depth_ * tiles_.rows)));
+    if (turned_) {
+      turn_weights(job / turns().pieces(), job % turns().pieces(), packed);
+      return;
+    }
+    if (!turned_first_) {
+      const Operand from = packing_.at(w(job / s_.d), 0, 0, job % s_.d);
+      pack_strips({from.data, from.row, from.col}, job, packed);
+      return;
+    }
+    const std::int64_t all = s_.b * s_.c;
+    auto* const turned = reinterpret_cast<std::uint16_t*>(
+        Buffers::of_thread().left.need(static_cast<std::size_t>(all * s_.d) * sizeof(std::uint16_t)));
+    simd::turn(static_cast<const std::uint16_t*>(w(job).data), s_.d, all, s_.d, turned, all);
+    for (std::int64_t l = 0; l < s_.d; ++l) {
+      const bool along = p_.w.c == s_.d;
+      pack_strips({turned + l * all, along ? 1 : s_.b, along ? s_.c : 1}, job * s_.d + l, packed);
+    }
   }
 
   std::int64_t jobs() const { return s_.a * s_.d * cols_.pieces() * strips_.pieces(); }
@@ -364,7 +388,7 @@ class BatchLast : Work {
     }
     simd::Product product{.count = 1, .steps = depth / tiles_.group, .right = right};
     product.raw_stride = from.col;
-    product.row_stride = as_is_ ? p_.w.b : tiles_.group;
+    product.row_stride = turned_ ? s_.c : as_is_ ? p_.w.b : tiles_.group;
     product.step_stride = as_is_ ? tiles_.group : tiles_.group * tiles_.rows;
     product.add = piece > 0;
     product.sum_stride = once ? panel.width : lanes;
@@ -401,15 +425,42 @@ class BatchLast : Work {
     }
     tiles_.store(product.sums, product.sum_stride, height, panel.count, place, stream_);
   }
+  /// Whether strips of weights need no padding, and no conversion.
+  static bool whole_tiles(const Sizes& s, const Tiles& tiles) {
+    return !tiles.widens && s.b % tiles.rows == 0 && s.c % tiles.group == 0;
+  }
+  void pack_strips(const Place& from, std::int64_t group, std::byte* packed) const {
+    tiles_.pack(from, s_.c, s_.b, tiles_.rows, packed + packing_.bytes(group * stride()),
+                static_cast<std::int64_t>(packing_.bytes(depth_ * tiles_.rows)));
+  }
+  /// Whether one transposition brings the weights of each δ together. Pairs have no quick way to be packed from weights
+  /// that are apart; other elements have.
+  static bool can_be_turned(const Problem& p, const Tiles& tiles) {
+    const Sizes& s = p.sizes;
+    const bool along = p.w.c == s.d && p.w.b == s.c * s.d, across = p.w.b == s.d && p.w.c == s.b * s.d;
+    return tiles.group > 1 && s.d > 1 && p.w.d == 1 && (along || across);
+  }
+  /// Weights (j, k) in pieces that are turned at a time.
+  Split turns() const { return {s_.b * s_.c, kTurnedTogether}; }
+  void turn_weights(std::int64_t i, std::int64_t piece, std::byte* packed) const {
+    const std::int64_t first = piece * kTurnedTogether, count = turns().size(piece), all = s_.b * s_.c;
+    simd::turn(static_cast<const std::uint16_t*>(w(i).data) + first * s_.d, s_.d, count, s_.d,
+               reinterpret_cast<std::uint16_t*>(packed) + i * s_.d * all + first, all);
+  }
   std::int64_t stride() const { return strips_.count * tiles_.rows * depth_; }
   /// A strip of weights from depth k on.
   const void* left(std::byte* packed, std::int64_t group, std::int64_t row, std::int64_t k) const {
+    if (turned_) {
+      return packed + packing_.bytes((group * s_.b + row) * s_.c + k);
+    }
     return as_is_ ? packing_.at(w(group / s_.d), k, row, group % s_.d).data
                   : packed + packing_.bytes(group * stride() + row * depth_ + k * tiles_.rows);
   }
 
   Split strips_, cols_, pieces_;
-  bool as_is_;
+  bool turned_first_;  ///< weights are transposed first
+  bool turned_;        ///< strips are then read as they lie
+  bool as_is_;         ///< strips of weights are read from where they are, or from there
 };
 
 /// Batch first, with the batch on lanes: x is turned as it lies, all δ of a panel of batch rows at once, so that one δ
@@ -509,19 +560,33 @@ class Turned : Work {
   bool as_is_;           ///< weights are read where they are
 };
 
-/// A few batch rows: weights stream by once, as they lie in memory, each row (k, l) against those of x.
+/// A few batch rows: weights stream by once, as they lie in memory.
 class FewRows : Work {
  public:
   FewRows(const Problem& problem, Context& context)
       : Work(problem, simd::widened_tiles(problem.dtype), context),
+        across_(!along(problem)),
+        as_is_(!tiles_.widens && problem.x.feature == 1),
         rows_(
             even(s_.b, std::clamp<std::int64_t>(kFewElements / (s_.c * s_.d), 4, std::max<std::int64_t>(s_.b, 4)), 4)),
         lanes_(ceil_div(rows_.each * s_.d, tiles_.lanes) * tiles_.lanes) {}
 
   static bool fits(const Problem& p) {
-    const std::int64_t d = p.sizes.d, lanes = simd::widened_tiles(p.dtype).lanes;
-    return p.batch <= kFewRows && (p.dtype == DType::f32 || p.dtype == DType::f64) && (p.w.d == 1 || d == 1) &&
-           p.w.c == d && p.x.feature == 1 && (d % lanes == 0 || (d < lanes && (d & (d - 1)) == 0));
+    return p.batch <= most(p) && (p.w.d == 1 || p.sizes.d == 1) && (along(p) || p.w.b == p.sizes.d);
+  }
+
+  /// Whether there are weights enough for what comes on top of them: to add up lanes of the same δ, which takes longer
+  /// the less these fill a vector, or to repeat x.
+  static bool pays(const Problem& p) {
+    const auto& [a, b, c, d] = p.sizes;
+    const std::int64_t lanes = simd::widened_tiles(p.dtype).lanes;
+    const bool odd = d < lanes && lanes % d != 0;
+    if (!along(p)) {
+      return !odd || b >= 2 * p.batch * lanes;
+    }
+    // Of five rows and more, products in pairs make up for packing.
+    const bool pairs = d == 1 && p.batch > 4 && p.x.feature == 1 && simd::tiles(p.dtype).group > 1;
+    return d >= lanes || c * d >= p.batch * (odd ? 60 : pairs ? 16 : 4);
   }
 
   std::size_t weight_bytes() const { return 0; }
@@ -531,12 +596,25 @@ class FewRows : Work {
   std::int64_t jobs() const { return s_.a * rows_.pieces(); }
   void multiply(std::int64_t job, std::byte* /*packed*/) const {
     const std::int64_t i = job / rows_.pieces(), j = job % rows_.pieces() * rows_.each;
-    const std::int64_t rows = rows_.size(job % rows_.pieces()), cols = rows * s_.d;
-    std::byte* const bias =
-        Buffers::of_thread().sums.need(tiles_.sum * static_cast<std::size_t>(lanes_ * (1 + p_.batch)));
+    const std::int64_t rows = rows_.size(job % rows_.pieces()), cols = rows * s_.d, depth = s_.c * s_.d;
+    Buffers& buffers = Buffers::of_thread();
+    std::byte* const bias = buffers.sums.need(tiles_.sum * static_cast<std::size_t>(lanes_ * (1 + p_.batch)));
     std::byte* const sums = sum_at(bias, lanes_);
-    dots({packing_.at(w(i), 0, j, 0).data, x(i).data, p_.w.b, p_.x.batch, rows, p_.batch, s_.c, s_.d, sums, lanes_},
-         p_.dtype);
+    const simd::DotsTerm term{packing_.at(w(i), 0, j, 0).data, 0};
+    simd::Dots dots{.terms = {&term, 1}, .rows = rows, .depth = s_.c, .period = s_.d};
+    dots.across = across_;
+    dots.stride = across_ ? p_.w.c : p_.w.b;
+    dots.x = x(i).data;
+    dots.x_stride = p_.x.batch;
+    if (!as_is_) {
+      dots.x = buffers.right.need(packing_.bytes(p_.batch * depth));
+      dots.x_stride = depth;
+      tiles_.pack({x(i).data, p_.x.batch, p_.x.feature}, p_.batch, depth, depth, const_cast<void*>(dots.x), 0);
+    }
+    dots.batch = p_.batch;
+    dots.sums = sums;
+    dots.sum_stride = lanes_;
+    simd::dots(dots, p_.dtype);
     if (finishes_) {
       const bool biased = p_.bias.data != nullptr;
       if (biased) {
@@ -552,6 +630,17 @@ class FewRows : Work {
   }
 
  private:
+  /// Rows that are few: more where the other loops would turn x, or widen and pack weights.
+  static std::int64_t most(const Problem& p) {
+    const Tiles& tiles = simd::widened_tiles(p.dtype);
+    const bool turns = p.x.feature == 1 && p.sizes.d > 1;
+    return simd::kFewRows * (turns && tiles.widens ? 4 : turns && p.sizes.d >= tiles.lanes ? 2 : 1);
+  }
+  /// Weights of an output are contiguous; else those of a place in depth are.
+  static bool along(const Problem& p) { return p.w.c == p.sizes.d; }
+
+  bool across_;
+  bool as_is_;  ///< x is read where it is
   Split rows_;
   std::int64_t lanes_;
 };
@@ -597,8 +686,10 @@ void run_as(const Problem& problem, Context& context, Most... most) {
 bool batch_on_lanes(const Problem& p) {
   const auto& s = p.sizes;
   const bool last = p.batch > 1 && p.x.batch == 1 && p.y.batch == 1;
-  const bool small = p.batch <= std::max<std::int64_t>(8, s.b * s.c / (s.b + s.c)) && p.batch <= kSmallBatch;
-  return last || (s.d == 1 && small && BatchLast::can_be_left(p, simd::tiles(p.dtype)));
+  const Tiles& tiles = simd::tiles(p.dtype);
+  const std::int64_t less = s.b * s.c / (s.b + s.c);
+  const bool small = p.batch <= (tiles.group > 1 ? less / 4 : std::max<std::int64_t>(8, less));
+  return last || (s.d == 1 && small && p.batch <= kSmallBatch && BatchLast::can_be_left(p, tiles));
 }
 
 /// Whether turning x and y is less work than packing w for runs of δ: where these do not fill vectors (as 3 of 4 lanes,
@@ -611,7 +702,10 @@ bool turns(const Problem& p) {
   }
   if (s.d == 1) {
     const Tiles& tiles = simd::tiles(p.dtype);
-    return tiles.group == 1 && (s.b < 2 * tiles.lanes || (p.batch <= kSmallBatch && !tiles.widens));
+    if (tiles.group > 1) {
+      return s.b < tiles.lanes && s.c < 2 * tiles.lanes;
+    }
+    return s.b < 2 * tiles.lanes || (p.batch <= kSmallBatch && !tiles.widens);
   }
   const bool fills = (s.d & (s.d - 1)) == 0 || s.d % simd::widened_tiles(p.dtype).lanes == 0;
   return !fills || (s.d <= kShortRun && s.b % 8 == 0 && p.batch * s.d <= kTurnedElements);
@@ -621,7 +715,7 @@ bool turns(const Problem& p) {
 
 void run(const Problem& problem, Context& context) {
   ask_for_large_pages(problem);
-  if (FewRows::fits(problem)) {
+  if (FewRows::fits(problem) && FewRows::pays(problem)) {
     run_as<FewRows>(problem, context);
     return;
   }

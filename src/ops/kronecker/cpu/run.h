@@ -202,16 +202,6 @@ inline void Packing::store(const std::byte* sums, std::int64_t sum_stride, std::
   }
 }
 
-/// sums[n][j·d + l] = Σ_k w[j][k·d + l] · x[n][k·d + l] for f32 and f64, where d is a power of two or whole vectors.
-struct Dots {
-  const void *w, *x;
-  std::int64_t w_stride, x_stride;  ///< from one row to the next
-  std::int64_t rows, batch, depth, d;
-  void* sums;
-  std::int64_t sum_stride;
-};
-void dots(const Dots& what, DType dtype);
-
 /// to[j] += Σ_i from[i][j], or to[i] += Σ_j from[i][j] if `along`; all of the type of sums.
 void add_up(const void* from, std::int64_t rows, std::int64_t cols, bool along, void* to, DType dtype);
 

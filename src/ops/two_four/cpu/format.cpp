@@ -7,6 +7,7 @@
 
 #include "ops/two_four/cpu/groups.h"
 #include "ops/two_four/problem.h"
+#include "runtime/simd/turn.h"
 
 namespace fretwork::two_four::cpu {
 namespace {
@@ -31,7 +32,7 @@ struct Lines {
 template <typename T>
 class Window {
  public:
-  Window(const Matrix& m, const GroupKernels<T>& kernels) : matrix_(m), kernels_(kernels), pitch_(m.line) {
+  explicit Window(const Matrix& m) : matrix_(m), pitch_(m.line) {
     if (m.along != 1) {
       pitch_ = (kBytes + 64) / static_cast<std::int64_t>(sizeof(T));  // no power of two: lines would share cache sets
       memory_.resize(static_cast<std::size_t>(kLines * pitch_));
@@ -40,7 +41,7 @@ class Window {
   Lines<T> open(const Tile& t) { return {memory_.empty() ? data(t) : memory_.data(), pitch_}; }
   Lines<T> load(const Tile& t) {
     if (!memory_.empty() && matrix_.line == 1) {
-      kernels_.turn(data(t), matrix_.along, t.count, t.lines, memory_.data(), pitch_);
+      simd::turn(data(t), matrix_.along, t.count, t.lines, memory_.data(), pitch_);
     } else if (!memory_.empty()) {
       each(t, [](T& ours, const T& theirs) { ours = theirs; });
     }
@@ -48,7 +49,7 @@ class Window {
   }
   void store(const Tile& t) {
     if (!memory_.empty() && matrix_.line == 1) {
-      kernels_.turn(memory_.data(), pitch_, t.lines, t.count, data(t), matrix_.along);
+      simd::turn(memory_.data(), pitch_, t.lines, t.count, data(t), matrix_.along);
     } else if (!memory_.empty()) {
       each(t, [](const T& ours, T& theirs) { theirs = ours; });
     }
@@ -65,7 +66,6 @@ class Window {
     }
   }
   Matrix matrix_;
-  const GroupKernels<T>& kernels_;
   std::int64_t pitch_;
   std::vector<T> memory_;
 };
@@ -212,8 +212,9 @@ void for_tiles_of_all(const Format& f, Context& context, const F& each) {
     using T = decltype(zero);
     const GroupKernels<T>& kernels = group_kernels<T>(f.dtype);
     for_tiles(f, context, [&] {
-      return [&, dense = Window<T>(f.dense, kernels), values = Window<T>(f.values, kernels),
-              codes = Codes(f)](const Tile& t) mutable { each(kernels, t, dense, values, codes); };
+      return [&, dense = Window<T>(f.dense), values = Window<T>(f.values), codes = Codes(f)](const Tile& t) mutable {
+        each(kernels, t, dense, values, codes);
+      };
     });
   });
 }
@@ -257,7 +258,7 @@ void check(const Format& f, std::int64_t* bad, Context& context) {
     }
     const GroupKernels<T>& kernels = group_kernels<T>(f.dtype);
     for_tiles(f, context, [&] {
-      return [&, dense = Window<T>(f.dense, kernels)](const Tile& t) mutable {
+      return [&, dense = Window<T>(f.dense)](const Tile& t) mutable {
         const auto from = dense.load(t);
         for (std::int64_t l = 0; l < t.lines; ++l) {
           if (kernels.look(from[l], 0, t.count / f.group())) {
@@ -308,8 +309,7 @@ void check_metadata(const Format& f, const Matrix& to, bool keep_valid, std::int
   with_elements(f.dtype, [&](auto zero) {
     using T = decltype(zero);
     for_tiles(f, context, [&] {
-      return [&, values = Window<T>(f.values, group_kernels<T>(f.dtype)), from = Codes(f),
-              codes = Codes(written)](const Tile& t) mutable {
+      return [&, values = Window<T>(f.values), from = Codes(f), codes = Codes(written)](const Tile& t) mutable {
         check_codes(f, t, valid, keep_valid, values, from, to.data != nullptr ? &codes : nullptr, first);
       };
     });
@@ -362,7 +362,7 @@ void prune(const Format& f, const Matrix& out, bool transposable, Context& conte
       return for_tiles_across(f, context, [&](const Tile& t) { prune_across<T>(f, out, t); });
     }
     for_tiles(f, context, [&] {
-      return [&, dense = Window<T>(f.dense, kernels), kept = Window<T>(out, kernels)](const Tile& t) mutable {
+      return [&, dense = Window<T>(f.dense), kept = Window<T>(out)](const Tile& t) mutable {
         const auto from = dense.load(t), to = kept.open(t);
         const std::int64_t groups = t.count / f.group();
         for (std::int64_t l = 0; l < t.lines; l += transposable ? f.group() : 1) {
@@ -385,8 +385,8 @@ void prune_both(const Format& rows, const Format& cols, Context& context) {
     // Square tiles, so that both ways have runs to fill vectors with.
     constexpr std::int64_t kSide = std::min<std::int64_t>(256, 512 / sizeof(T)), kPitch = kSide + 64 / sizeof(T);
     for_tiles(rows, kSide, kSide, context, [&] {
-      return [&, dense = Window<T>(rows.dense, kernels), row_values = Window<T>(rows.values, kernels),
-              col_values = Window<T>(cols.values, kernels), row_codes = Codes(rows), col_codes = Codes(cols),
+      return [&, dense = Window<T>(rows.dense), row_values = Window<T>(rows.values),
+              col_values = Window<T>(cols.values), row_codes = Codes(rows), col_codes = Codes(cols),
               kept = std::vector<T>(kSide * kPitch), turned = std::vector<T>(kSide * kPitch)](const Tile& t) mutable {
         const Lines<T> pruned{kept.data(), kPitch};
         for (std::int64_t n = 0; n < t.lines; n += kLines) {  // a window holds so many lines
@@ -397,7 +397,7 @@ void prune_both(const Format& rows, const Format& cols, Context& context) {
           }
           compress_tile(rows, Lines<T>{pruned[n], kPitch}, part, row_values, row_codes, nullptr);
         }
-        kernels.turn(kept.data(), kPitch, t.lines, t.count, turned.data(), kPitch);
+        simd::turn(kept.data(), kPitch, t.lines, t.count, turned.data(), kPitch);
         for (std::int64_t n = 0; n < t.count; n += kLines) {
           const Tile part{t.at + n, std::min(kLines, t.count - n), t.line, t.lines};
           compress_tile(cols, Lines<T>{turned.data() + n * kPitch, kPitch}, part, col_values, col_codes, nullptr);

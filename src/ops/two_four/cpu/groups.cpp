@@ -517,51 +517,11 @@ void Squares(const typename E::Bits* dense, std::int64_t pitch, std::int64_t gro
   });
 }
 
-/// to(c, r) = from(r, c). Squares of one vector's side go through registers, in rounds that interleave halves.
-template <typename Bits>
-void Turn(const Bits* from, std::int64_t from_pitch, std::int64_t rows, std::int64_t cols, Bits* to,
-          std::int64_t to_pitch) {
-  constexpr int kSide = 16 / sizeof(Bits);
-  constexpr bool kVectors = HWY_TARGET != HWY_SCALAR;
-  const std::int64_t whole_rows = kVectors ? rows - rows % kSide : 0, whole_cols = kVectors ? cols - cols % kSide : 0;
-#if HWY_TARGET != HWY_SCALAR
-  using Tag = hn::CappedTag<Bits, static_cast<std::size_t>(kSide)>;
-  const Tag d;
-  // Along the longer lines, which are far apart in memory and may share cache sets.
-  const bool down = to_pitch > from_pitch;
-  for (std::int64_t i = 0; i < (down ? whole_cols : whole_rows); i += kSide) {
-    for (std::int64_t k = 0; k < (down ? whole_rows : whole_cols); k += kSide) {
-      const std::int64_t r = down ? k : i, c = down ? i : k;
-      hn::Vec<Tag> v[kSide], w[kSide];
-      for (int n = 0; n < kSide; ++n) {
-        v[n] = hn::LoadU(d, from + (r + n) * from_pitch + c);
-      }
-      for (int round = 1; round < kSide; round *= 2) {
-        for (int n = 0; n < kSide / 2; ++n) {
-          w[2 * n] = hn::InterleaveLower(d, v[n], v[n + kSide / 2]);
-          w[2 * n + 1] = hn::InterleaveUpper(d, v[n], v[n + kSide / 2]);
-        }
-        std::copy_n(w, kSide, v);
-      }
-      for (int n = 0; n < kSide; ++n) {
-        hn::StoreU(v[n], d, to + (c + n) * to_pitch + r);
-      }
-    }
-  }
-#endif
-  for (std::int64_t r = 0; r < rows; ++r) {
-    for (std::int64_t c = r < whole_rows ? whole_cols : 0; c < cols; ++c) {
-      to[c * to_pitch + r] = from[r * from_pitch + c];
-    }
-  }
-}
-
 template <typename E>
 const GroupKernels<typename E::Bits>* Kernels() {
   using Bits = typename E::Bits;
-  static constexpr GroupKernels<Bits> kernels{Compress<E>,     Look<E, false>, Look<E, true>,
-                                              Prune<E, false>, Prune<E, true>, Pick<Bits>,
-                                              Place<Bits>,     Squares<E>,     Turn<Bits>};
+  static constexpr GroupKernels<Bits> kernels{Compress<E>,    Look<E, false>, Look<E, true>, Prune<E, false>,
+                                              Prune<E, true>, Pick<Bits>,     Place<Bits>,   Squares<E>};
   return &kernels;
 }
 

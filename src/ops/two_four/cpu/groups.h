@@ -25,9 +25,6 @@ struct GroupKernels {
   void (*place)(const T* values, const std::uint8_t* codes, std::int64_t groups, T* dense);
   /// Transposable pruning of a row of squares, lines `pitch` and `out_pitch` apart.
   void (*squares)(const T* dense, std::int64_t pitch, std::int64_t groups, T* out, std::int64_t out_pitch);
-  /// to(c, r) = from(r, c).
-  void (*turn)(const T* from, std::int64_t from_pitch, std::int64_t rows, std::int64_t cols, T* to,
-               std::int64_t to_pitch);
 };
 
 template <typename T>

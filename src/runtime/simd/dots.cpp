@@ -1,0 +1,365 @@
+// Products with a few rows of x: a matrix streams by once, against some rows of x. Compiled once per instruction set.
+//
+// Where depth is contiguous, a lane adds up every so many k of one l, and lanes of the same l are added in the end.
+// Where outputs are, lanes are outputs, and elements of x are repeated.
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "runtime/simd/dots.cpp"
+#include <hwy/foreach_target.h>
+// After foreach_target.h.
+#include <hwy/highway.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "runtime/simd/dots.h"
+#include "runtime/simd/elements-inl.h"
+#include "runtime/simd/tiles.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace fretwork::simd::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+template <typename T>
+using Tag = hn::ScalableTag<T>;
+template <typename T>
+constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(Tag<T>()));
+
+/// The sum of a vector's parts of kCount lanes, at least 128 bits.
+template <int kCount, class D>
+HWY_INLINE auto FoldedTo(D d, hn::Vec<D> v) {
+#if HWY_TARGET != HWY_SCALAR
+  if constexpr (hn::MaxLanes(D()) > kCount) {
+    const hn::Half<D> half;
+    return FoldedTo<kCount>(half, hn::Add(hn::LowerHalf(half, v), hn::UpperHalf(half, v)));
+  } else
+#endif
+  {
+    (void)d;
+    return v;
+  }
+}
+
+/// to[i] = the sum of the lanes of the i-th of four vectors of floats.
+template <class D>
+HWY_INLINE void StoreFour(D d, hn::Vec<D> a, hn::Vec<D> b, hn::Vec<D> c, hn::Vec<D> e, float* to) {
+#if HWY_TARGET == HWY_SCALAR
+  to[0] = hn::GetLane(a), to[1] = hn::GetLane(b), to[2] = hn::GetLane(c), to[3] = hn::GetLane(e);
+  (void)d;
+#else
+  const hn::Repartition<double, D> wide;
+  const auto ab = hn::BitCast(wide, hn::Add(hn::InterleaveLower(d, a, b), hn::InterleaveUpper(d, a, b)));
+  const auto ce = hn::BitCast(wide, hn::Add(hn::InterleaveLower(d, c, e), hn::InterleaveUpper(d, c, e)));
+  const auto all =
+      hn::Add(hn::BitCast(d, hn::InterleaveLower(wide, ab, ce)), hn::BitCast(d, hn::InterleaveUpper(wide, ab, ce)));
+  hn::StoreU(FoldedTo<4>(d, all), hn::CappedTag<float, 4>(), to);
+#endif
+}
+
+/// to[l] = the sum of all lanes[m] with m mod period = l, of 2ⁿ periods.
+template <typename T>
+HWY_INLINE void AddPeriods(T* lanes, std::int64_t count, std::int64_t period, T* to) {
+  for (std::int64_t half = count / 2; half >= period; half /= 2) {
+    for (std::int64_t m = 0; m < half; ++m) {
+      lanes[m] += lanes[m + half];
+    }
+  }
+  std::copy_n(lanes, period, to);
+}
+
+/// The vectors of some rows and batch rows from `from` on, `step` elements apart, in all terms. The last vector of a
+/// term may be a part of one.
+template <typename In, typename T, int kRows, int kBatch>
+HWY_INLINE void AddVectors(const Dots& p, std::int64_t row, std::int64_t first, std::int64_t from, std::int64_t step,
+                           hn::Vec<Tag<T>> (&sum)[kBatch][kRows]) {
+  const Tag<T> d;
+  const std::int64_t end = p.depth * p.period;
+#pragma GCC unroll 4
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+    for (int n = 0; n < kBatch; ++n) {
+      sum[n][i] = hn::Zero(d);
+    }
+  }
+  for (const DotsTerm& term : p.terms) {
+    const In* const w = static_cast<const In*>(term.matrix) + row * p.stride;
+    const T* const x = static_cast<const T*>(p.x) + first * p.x_stride + term.at;
+    const auto add = [&](const auto& load, std::int64_t at) HWY_ATTR {
+      hn::Vec<Tag<T>> of_x[kBatch];
+#pragma GCC unroll 4
+      for (int n = 0; n < kBatch; ++n) {
+        of_x[n] = load(x + n * p.x_stride + at);
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < kRows; ++i) {
+        const auto weights = load(w + i * p.stride + at);
+#pragma GCC unroll 4
+        for (int n = 0; n < kBatch; ++n) {
+          sum[n][i] = hn::MulAdd(weights, of_x[n], sum[n][i]);
+        }
+      }
+    };
+    std::int64_t at = from;
+    for (; at + kLanes<T> <= end; at += step) {
+      add([&](const auto* data) HWY_ATTR { return LoadAs(d, data); }, at);
+    }
+    if (at < end) {
+      add([&](const auto* data) HWY_ATTR { return LoadSome(d, data, end - at); }, at);
+    }
+  }
+}
+
+/// Periods of a vector or more: lanes are neighbouring l, and those behind the last l are not stored.
+template <typename In, typename T, int kRows, int kBatch>
+void LongPeriod(const Dots& p, std::int64_t row, std::int64_t first) {
+  const Tag<T> d;
+  for (std::int64_t l = 0; l < p.period; l += kLanes<T>) {
+    hn::Vec<Tag<T>> sum[kBatch][kRows];
+    AddVectors<In, T, kRows, kBatch>(p, row, first, l, p.period, sum);
+    const auto there = hn::FirstN(d, static_cast<std::size_t>(std::min(p.period - l, kLanes<T>)));
+    for (int i = 0; i < kRows; ++i) {
+      for (int n = 0; n < kBatch; ++n) {
+        T* const to = static_cast<T*>(p.sums) + (first + n) * p.sum_stride + (row + i) * p.period + l;
+        hn::BlendedStore(sum[n][i], there, d, to);
+      }
+    }
+  }
+}
+
+/// Rows of sums of vectors whose lanes of the same l, every kPeriod-th, are to be added.
+template <int kPeriod, typename T, int kRows>
+HWY_INLINE void StorePeriods(const hn::Vec<Tag<T>> (&sum)[kRows], T* to) {
+  const Tag<T> d;
+  constexpr std::int64_t kPart = std::min<std::int64_t>(kLanes<T>, 16 / sizeof(T));
+  if constexpr (kRows == 4 && sizeof(T) == 4 && kPeriod == 1) {
+    StoreFour(d, sum[0], sum[1], sum[2], sum[3], to);
+#if HWY_TARGET != HWY_SCALAR
+  } else if constexpr (kRows == 4 && sizeof(T) == 4 && kPeriod == 2) {
+    const hn::Repartition<double, decltype(d)> pairs;
+#pragma GCC unroll 2
+    for (int i = 0; i < 4; i += 2) {
+      const auto a = hn::BitCast(pairs, sum[i]), b = hn::BitCast(pairs, sum[i + 1]);
+      const auto both =
+          hn::Add(hn::BitCast(d, hn::InterleaveLower(pairs, a, b)), hn::BitCast(d, hn::InterleaveUpper(pairs, a, b)));
+      hn::StoreU(FoldedTo<kPart>(d, both), hn::CappedTag<T, kPart>(), to + i * kPeriod);
+    }
+#endif
+  } else {
+    constexpr std::int64_t kFolded = std::max<std::int64_t>(kPart, kPeriod);
+#pragma GCC unroll 4
+    for (int i = 0; i < kRows; ++i) {
+      HWY_ALIGN T lanes[kFolded];
+      T* const folded = kFolded == kPeriod ? to + i * kPeriod : lanes;
+      hn::StoreU(FoldedTo<kFolded>(d, sum[i]), hn::CappedTag<T, kFolded>(), folded);
+      if constexpr (kFolded != kPeriod) {
+        AddPeriods(lanes, kFolded, kPeriod, to + i * kPeriod);
+      }
+    }
+  }
+}
+
+/// Periods that fill a vector: sums of one vector each, lanes of the same l added.
+template <typename In, typename T, int kRows, int kBatch, int kPeriod = 1>
+void WholePeriods(const Dots& p, std::int64_t row, std::int64_t first) {
+  if constexpr (2 * kPeriod <= kLanes<T>) {
+    if (p.period > kPeriod) {
+      return WholePeriods<In, T, kRows, kBatch, 2 * kPeriod>(p, row, first);
+    }
+  }
+  hn::Vec<Tag<T>> sum[kBatch][kRows];
+  AddVectors<In, T, kRows, kBatch>(p, row, first, 0, kLanes<T>, sum);
+#pragma GCC unroll 4
+  for (int n = 0; n < kBatch; ++n) {
+    StorePeriods<kPeriod, T, kRows>(sum[n], static_cast<T*>(p.sums) + (first + n) * p.sum_stride + row * kPeriod);
+  }
+}
+
+/// Shorter ones that do not: l has the same places again after `repeat` elements, some vectors.
+template <typename In, typename T, int kRows, int kBatch>
+void ShortPeriod(const Dots& p, std::int64_t row, std::int64_t first) {
+  const Tag<T> d;
+  const std::int64_t repeat = std::lcm(p.period, kLanes<T>);
+  HWY_ALIGN T lanes[kRows][kBatch][kLanes<T> * kLanes<T>];
+  for (std::int64_t at = 0; at < repeat; at += kLanes<T>) {
+    hn::Vec<Tag<T>> sum[kBatch][kRows];
+    AddVectors<In, T, kRows, kBatch>(p, row, first, at, repeat, sum);
+    for (int i = 0; i < kRows; ++i) {
+      for (int n = 0; n < kBatch; ++n) {
+        hn::Store(sum[n][i], d, lanes[i][n] + at);
+      }
+    }
+  }
+  for (int i = 0; i < kRows; ++i) {
+    for (int n = 0; n < kBatch; ++n) {
+      AddPeriods(lanes[i][n], repeat, p.period,
+                 static_cast<T*>(p.sums) + (first + n) * p.sum_stride + (row + i) * p.period);
+    }
+  }
+}
+
+template <typename In, typename T, int kRows, int kBatch>
+void Along(const Dots& p, std::int64_t row, std::int64_t first) {
+  if (kLanes<T> % p.period == 0) {
+    WholePeriods<In, T, kRows, kBatch>(p, row, first);
+  } else if (p.period > kLanes<T>) {
+    LongPeriod<In, T, kRows, kBatch>(p, row, first);
+  } else if constexpr (kLanes<T> > 1) {
+    ShortPeriod<In, T, kRows, kBatch>(p, row, first);
+  }
+}
+
+template <typename In, typename T, int kBatch>
+void Along(const Dots& p, std::int64_t first) {
+  std::int64_t row = 0;
+  for (; row + 4 <= p.rows; row += 4) {
+    Along<In, T, 4, kBatch>(p, row, first);
+  }
+  for (; row < p.rows; ++row) {
+    Along<In, T, 1, kBatch>(p, row, first);
+  }
+}
+
+/// x as `Across` reads it.
+template <typename T>
+struct Rows {
+  const T* data;
+  std::int64_t stride, step;  ///< from one row, and from one k, to the next
+  std::int64_t repeat;        ///< elements after which a vector meets the same l again
+};
+
+/// The rows themselves, where a period is whole vectors or is repeated within one as it is read; else copies in which
+/// it is repeated until it is whole vectors.
+template <typename T>
+Rows<T> RowsOf(const Dots& p) {
+  const auto* const x = static_cast<const T*>(p.x);
+  const std::int64_t repeat = std::lcm(p.period, kLanes<T>);
+  if (repeat == p.period || repeat == kLanes<T>) {
+    return {x, p.x_stride, p.period, repeat};
+  }
+  thread_local Scratch scratch;
+  T* const to = reinterpret_cast<T*>(scratch.need(static_cast<std::size_t>(p.batch * p.depth * repeat) * sizeof(T)));
+  for (std::int64_t n = 0; n < p.batch; ++n) {
+    for (std::int64_t k = 0; k < p.depth; ++k) {
+      T* out = to + (n * p.depth + k) * repeat;
+      for (T* const end = out + repeat; out != end; out += p.period) {
+        std::copy_n(x + n * p.x_stride + p.terms[0].at + k * p.period, p.period, out);
+      }
+    }
+  }
+  return {to - p.terms[0].at, p.depth * repeat, repeat, repeat};
+}
+
+/// Outputs from `col` on, kVectors vectors of them. A vector repeats runs of kRun elements of x, or if that is 0 reads
+/// a whole vector of it.
+template <typename In, typename T, int kVectors, int kBatch, int kRun>
+void AcrossVectors(const Dots& p, const Rows<T>& x, std::int64_t first, std::int64_t col) {
+  const Tag<T> d;
+  hn::Vec<Tag<T>> sum[kBatch][kVectors];
+  std::int64_t there[kVectors], place[kVectors];
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+#pragma GCC unroll 4
+    for (int n = 0; n < kBatch; ++n) {
+      sum[n][v] = hn::Zero(d);
+    }
+    there[v] = std::clamp<std::int64_t>(p.rows * p.period - col - v * kLanes<T>, 0, kLanes<T>);
+    place[v] = kRun == 0 ? (col + v * kLanes<T>) % x.repeat : 0;
+  }
+  for (const DotsTerm& term : p.terms) {
+    const In* w = static_cast<const In*>(term.matrix) + col;
+    const T* of_x = x.data + first * x.stride + term.at;
+    const auto add = [&](const auto& load) HWY_ATTR {
+      for (std::int64_t k = 0; k < p.depth; ++k, w += p.stride, of_x += x.step) {
+        hn::Vec<Tag<T>> weights[kVectors];
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+          weights[v] = load(v);
+        }
+#pragma GCC unroll 4
+        for (int n = 0; n < kBatch; ++n) {
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; ++v) {
+            const T* const run = of_x + n * x.stride + place[v];
+            sum[n][v] = hn::MulAdd(weights[v], Repeat < kRun == 0 ? int{kLanes<T>} : kRun > (d, run), sum[n][v]);
+          }
+        }
+      }
+    };
+    if (there[kVectors - 1] == kLanes<T>) {
+      add([&](int v) HWY_ATTR { return LoadAs(d, w + v * kLanes<T>); });
+    } else {
+      add([&](int v) HWY_ATTR { return LoadSome(d, w + v * kLanes<T>, there[v]); });
+    }
+  }
+  for (int n = 0; n < kBatch; ++n) {
+    T* const to = static_cast<T*>(p.sums) + (first + n) * p.sum_stride + col;
+    for (int v = 0; v < kVectors; ++v) {
+      hn::BlendedStore(sum[n][v], hn::FirstN(d, static_cast<std::size_t>(there[v])), d, to + v * kLanes<T>);
+    }
+  }
+}
+
+template <typename In, typename T, int kBatch, int kRun>
+void AcrossRuns(const Dots& p, const Rows<T>& x, std::int64_t first) {
+  const std::int64_t cols = p.rows * p.period;
+  std::int64_t col = 0;
+  for (; col + 3 * kLanes<T> < cols; col += 4 * kLanes<T>) {
+    AcrossVectors<In, T, 4, kBatch, kRun>(p, x, first, col);
+  }
+  for (; col < cols; col += kLanes<T>) {
+    AcrossVectors<In, T, 1, kBatch, kRun>(p, x, first, col);
+  }
+}
+
+template <typename In, typename T, int kBatch, int kRun = 1>
+void Across(const Dots& p, const Rows<T>& x, std::int64_t first) {
+  if constexpr (kRun >= kLanes<T> && kRun > 1) {
+    AcrossRuns<In, T, kBatch, 0>(p, x, first);
+  } else if (p.period == kRun) {
+    AcrossRuns<In, T, kBatch, kRun>(p, x, first);
+  } else {
+    Across<In, T, kBatch, 2 * kRun>(p, x, first);
+  }
+}
+
+template <typename In, typename T>
+void DotsOf(const Dots& p) {
+  const Rows<T> x = p.across ? RowsOf<T>(p) : Rows<T>{};
+  const auto some = [&]<int kBatch>(std::integral_constant<int, kBatch>, std::int64_t first) {
+    p.across ? Across<In, T, kBatch>(p, x, first) : Along<In, T, kBatch>(p, first);
+  };
+  std::int64_t n = 0;
+  for (; n + 4 <= p.batch; n += 4) {
+    some(std::integral_constant<int, 4>(), n);
+  }
+  for (; n + 2 <= p.batch; n += 2) {
+    some(std::integral_constant<int, 2>(), n);
+  }
+  if (n < p.batch) {
+    some(std::integral_constant<int, 1>(), n);
+  }
+}
+
+void DotsFor(const Dots& p, DType dtype) {
+  switch (dtype) {
+    case DType::f64:
+      return DotsOf<double, double>(p);
+    case DType::f32:
+      return DotsOf<float, float>(p);
+    case DType::f16:
+      return DotsOf<F16, float>(p);
+    default:
+      return DotsOf<Bf16, float>(p);
+  }
+}
+
+}  // namespace fretwork::simd::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace fretwork::simd {
+HWY_EXPORT(DotsFor);
+
+void dots(const Dots& what, DType dtype) { HWY_DYNAMIC_DISPATCH(DotsFor)(what, dtype); }
+
+}  // namespace fretwork::simd
+#endif

@@ -203,8 +203,10 @@ def test_conv(order, fused, bias, device):
     assert got.stride(0 if order == "CHWN" else 1) == 1
     upstream = torch.rand(want.shape)
     arrived = torch.autograd.grad(got, (x, conv.weight, *extra), upstream.to(device))
-    for g, w in zip(arrived, torch.autograd.grad(want, wide, upstream.double()), strict=True):
-        assert_close(g, w, torch.float32)
+    expected = torch.autograd.grad(want, wide, upstream.double())
+    terms = expected[0].abs().sum().item()  # those of a scalar's gradient are x's, and may nearly cancel
+    for g, w in zip(arrived, expected, strict=True):
+        assert_close(g, w, torch.float32, floor=terms / 100 if w.numel() == 1 else 1e-3)
 
 
 def test_conv_of_another_layout():

@@ -256,6 +256,31 @@ class Backward {
         });
   }
 
+  /// Adds what the strips of a group give to the gradients of keys and values; the group is empty then. x and g are the
+  /// strips' probabilities and gradients, in rows `stride` apart.
+  void add_group(StripGroup& group, const Slice& slice, Acc* x, Acc* g, std::int64_t stride, const Acc* left,
+                 const Acc* more_left) const {
+    const std::int64_t width = keys_.padded(), value_width = values_.padded();
+    for (const auto& part : group.parts) {
+      for (std::int64_t n = part.first; n < part.first + part.rows; ++n) {
+        for (Acc* const row : {x + n * stride, g + n * stride}) {
+          std::fill(row + group.begin, row + part.begin, Acc{0});
+          std::fill(row + part.end, row + group.end, Acc{0});
+        }
+      }
+    }
+    if (!group.parts.empty()) {
+      const std::int64_t first = group.parts.front().first, count = group.parts.back().first - first;
+      const std::int64_t at = first * stride + group.begin, all = count + group.parts.back().rows;
+      const std::int64_t columns = group.end - group.begin, place = group.begin + group.shift;
+      machine_.multiply_columns(g + at, stride, all, columns, left + first * width, keys_,
+                                slice.d_keys + place * width);
+      machine_.multiply_columns(x + at, stride, all, columns, more_left + first * value_width, values_,
+                                slice.d_values + place * value_width);
+    }
+    group.parts.clear();
+  }
+
   /// Adds what a tile of queries gives to the gradients of keys and values, and stores that of the queries.
   void all_gradients(const Slice& slice, const Query& query, std::int64_t tile) const {
     Buffers& buffers = thread_buffers();
@@ -280,32 +305,13 @@ class Backward {
     const auto lines = pass.packing.first_lines(slice.number);
     const Member member{query.head, query.head, slice.number};
     StripGroup group;
-    const auto add_group = [&] {
-      for (const auto& part : group.parts) {
-        for (std::int64_t n = part.first; n < part.first + part.rows; ++n) {
-          for (Acc* const row : {x + n * stride, g + n * stride}) {
-            std::fill(row + group.begin, row + part.begin, Acc{0});
-            std::fill(row + part.end, row + group.end, Acc{0});
-          }
-        }
-      }
-      if (!group.parts.empty()) {
-        const std::int64_t first = group.parts.front().first, count = group.parts.back().first - first;
-        const std::int64_t at = first * stride + group.begin, all = count + group.parts.back().rows;
-        const std::int64_t columns = group.end - group.begin, place = group.begin + group.shift;
-        machine_.multiply_columns(g + at, stride, all, columns, left + first * width, keys_,
-                                  slice.d_keys + place * width);
-        machine_.multiply_columns(x + at, stride, all, columns, more_left + first * value_width, values_,
-                                  slice.d_values + place * value_width);
-      }
-      group.parts.clear();
-    };
+    const auto add = [&] { add_group(group, slice, x, g, stride, left, more_left); };
     Walk walk(plan, machine_.tiles.rows, machine_.width());
     walk(component, tile, std::span<const std::int64_t>(tokens).first(static_cast<std::size_t>(side)),
          [&](const Strip& s) {
            // Scores of earlier strips stay until their group is complete, which ends where rows begin again.
            if (!group.parts.empty() && s.first <= group.parts.back().first) {
-             add_group();
+             add();
            }
            Acc *const strip_x = x + s.first * stride, *const strip_g = g + s.first * stride;
            machine_.multiply_turned(s, left + s.first * width, width, p_.depth,
@@ -318,12 +324,12 @@ class Backward {
              const typename StripGroup::Part part{s.first, s.rows, span.at, span.at + span.length};
              if (!group.parts.empty() && (s.spans.size() > 1 || part.first == group.parts.back().first ||
                                           !group.takes(part, span.place - span.at))) {
-               add_group();
+               add();
              }
              group.add(part, span.place - span.at);
            }
          });
-    add_group();
+    add();
     for (std::int64_t n = 0; n < side; ++n) {
       if (const std::int64_t token = tokens[static_cast<std::size_t>(n)]; token >= 0) {
         machine_.rows.narrow(sums + n * width, p_.depth, static_cast<Acc>(p_.scale),

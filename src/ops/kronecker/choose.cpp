@@ -88,29 +88,17 @@ std::vector<Candidate<Config>> candidates_of(const Any& problem, const Machine& 
 
 /// The key of a choice: everything that fits() and cost() look at. Pointers count by their place in 16 bytes.
 using Numbers = std::array<std::int64_t, 18>;
-std::int64_t last_bits(const void* a, const void* b, const void* c) {
-  const auto bits = [](const void* data) {
-    return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(data) % 16);
-  };
-  return bits(a) | bits(b) << 4 | bits(c) << 8;
-}
-std::int64_t settings(DType dtype, const Context& context) {
-  const std::string arch = driver::kernel_arch(context.device.index);  // which FRETWORK_ARCH may change
-  return static_cast<std::int64_t>(dtype) | static_cast<std::int64_t>(context.precision) << 8 |
-         std::int64_t{driver::arch_number(arch)} << 16 | std::int64_t{arch.ends_with('a')} << 31 |
-         std::int64_t{context.device.index} << 32;
-}
 Numbers numbers_of(const Sizes& s, std::int64_t batch, const Matrix& x, const Matrix& y, const Weights& w,
                    const Vector& bias, bool last, std::int64_t settings) {
-  const std::int64_t pointers = last_bits(x.data, y.data, w.data), has_bias = bias.data != nullptr;
+  const std::int64_t pointers = address_bits({x.data, y.data, w.data}), has_bias = bias.data != nullptr;
   return {s.a, s.b, s.c, s.d, batch,       x.batch,  x.feature, y.batch,  y.feature,
           w.a, w.b, w.c, w.d, bias.stride, has_bias, last,      pointers, settings};
 }
 Numbers numbers_of(const Problem& p, const Context& context) {
-  return numbers_of(p.sizes, p.batch, p.x, p.y, p.w, p.bias, p.last, settings(p.dtype, context));
+  return numbers_of(p.sizes, p.batch, p.x, p.y, p.w, p.bias, p.last, settings_of(p.dtype, context));
 }
 Numbers numbers_of(const WeightProblem& p, const Context& context) {
-  return numbers_of(p.sizes, p.batch, p.x, p.d_y, {}, {}, false, settings(p.dtype, context));
+  return numbers_of(p.sizes, p.batch, p.x, p.d_y, {}, {}, false, settings_of(p.dtype, context));
 }
 
 template <typename Any>

@@ -11,6 +11,8 @@ namespace fretwork::block_matmul {
 double flops_of(const Problem& problem);
 /// Of blocks and dense operands, each once.
 double operand_bytes(const Problem& problem);
+/// Batches that the grid covers beside the heads of the layout.
+inline std::int64_t grid_heads(const Problem& problem) { return problem.layout->heads() == 1 ? problem.h_out : 1; }
 
 /// TMA and wgmma: an sm_90a kernel architecture, a 16-bit type, square blocks of 16, 32, 64 or 128, operands that the
 /// copy engine can read (one unit stride, the others multiples of 16 bytes, 16-byte aligned).

@@ -99,10 +99,9 @@ std::shared_ptr<const DevicePlan> find_plan(const Problem& problem, const PlanKe
 
 // --------------------------------------------------------------------------------------------------- launches
 
-/// One segment stands for this many heads of the result.
-int heads_of(const Problem& p) { return p.layout->heads() == 1 ? static_cast<int>(p.h_out) : 1; }
-
-Batches batches_of(const Problem& p) { return {heads_of(p), static_cast<int>(p.z_sum), static_cast<int>(p.h_sum)}; }
+Batches batches_of(const Problem& p) {
+  return {static_cast<int>(grid_heads(p)), static_cast<int>(p.z_sum), static_cast<int>(p.h_sum)};
+}
 
 /// How an spmm runs: its operands as TMA reads them, the shape of its tiles, the plan.
 struct SpmmWork {
@@ -118,7 +117,7 @@ std::optional<SpmmWork> spmm_work(const Problem& p, const Context& context, int 
   if (!sparse || !dense || !out || !out->can_be_written()) {
     return std::nullopt;
   }
-  const SpmmShape shape(p.layout->sizes().block_rows, p.out.cols, p.z_out * heads_of(p), width);
+  const SpmmShape shape(p.layout->sizes().block_rows, p.out.cols, p.z_out * grid_heads(p), width);
   const PlanKey key{static_cast<int>(p.kind), p.transposed ? 1 : 0, shape.bucket(), 0};
   SpmmWork work{*sparse, *dense, *out, shape, find_plan(p, key, context)};
   const std::int64_t tiles = shape.tiles * shape.batches;
@@ -181,7 +180,7 @@ std::optional<SddWork> sdd_work(const Problem& p, const Context& context) {
   const Values& v = p.sparse;
   const bool out = v.data != nullptr && v.col_stride == 1 && v.row_stride > 0 && v.row_stride <= kMost &&
                    is_aligned(v.data, {v.row_stride, v.block_stride, v.z_stride}, 2, 16);
-  if (!left || !right || !out || heads_of(p) != 1) {
+  if (!left || !right || !out || grid_heads(p) != 1) {
     return std::nullopt;
   }
   const bool left_k = left->last, right_k = !right->last, swaps = sdd_swaps(left_k, right_k);

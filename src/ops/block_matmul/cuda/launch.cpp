@@ -9,8 +9,8 @@
 
 #include "blocks/plan.h"
 #include "fretwork/error.h"
+#include "ops/block_matmul/cuda/arguments.h"
 #include "ops/block_matmul/cuda/families.h"
-#include "ops/block_matmul/cuda/params.h"
 #include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/device_plan.h"
@@ -69,18 +69,6 @@ bool fits_tensor_cores(const Problem& problem, Precision precision, int arch) {
       s.block_rows == s.block_cols && s.block_rows >= 16 && std::has_single_bit(std::uint64_t(s.block_rows));
   return arch >= 80 && type && block;
 }
-
-/// Rows of op(S) in blocks, and the sizes of its blocks.
-struct Shape {
-  std::int64_t lines, block_rows, block_cols;
-};
-Shape shape_of(const Problem& problem) {
-  const auto& s = problem.layout->sizes();
-  return problem.transposed ? Shape{s.cols, s.block_cols, s.block_rows} : Shape{s.rows, s.block_rows, s.block_cols};
-}
-
-/// Batches that the grid covers beside the heads of the layout.
-std::int64_t grid_heads(const Problem& problem) { return problem.layout->heads() == 1 ? problem.h_out : 1; }
 
 /// How operands and the result lie in memory: what runs along their lines.
 struct Lines {
@@ -328,14 +316,6 @@ Order order_of(const MatrixArg& m, std::int64_t rows, std::int64_t cols, int chu
     return {false, true};
   }
   return {m.col == 1 || m.row != 1, false};
-}
-
-MatrixArg matrix_arg(const Matrix& m) { return {m.data, m.row_stride, m.col_stride, m.z_stride, m.h_stride}; }
-
-BlocksArg blocks_arg(const Problem& problem) {
-  const Values& v = problem.sparse;
-  return problem.transposed ? BlocksArg{v.data, v.z_stride, v.block_stride, v.col_stride, v.row_stride}
-                            : BlocksArg{v.data, v.z_stride, v.block_stride, v.row_stride, v.col_stride};
 }
 
 /// An aligned copy for operands that the tensor-core kernels cannot read as they are. Keeps the inner direction.

@@ -8,8 +8,8 @@
 
 #include "blocks/plan.h"
 #include "core/divide.h"
+#include "ops/block_matmul/cuda/arguments.h"
 #include "ops/block_matmul/cuda/families.h"
-#include "ops/block_matmul/cuda/params.h"
 #include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/device_plan.h"
@@ -64,22 +64,6 @@ const Kernel& kernel_of(DType dtype, std::size_t tile, const Access& access, int
 
 // ------------------------------------------------------------------------------------------------------ operands
 
-/// Rows and columns of a block of op(S).
-struct BlockSize {
-  std::int64_t rows, cols;
-};
-BlockSize block_of(const Problem& p) {
-  const auto& s = p.layout->sizes();
-  return p.transposed ? BlockSize{s.block_cols, s.block_rows} : BlockSize{s.block_rows, s.block_cols};
-}
-
-BlocksArg blocks_arg(const Problem& p) {
-  const Values& v = p.sparse;
-  return p.transposed ? BlocksArg{v.data, v.z_stride, v.block_stride, v.col_stride, v.row_stride}
-                      : BlocksArg{v.data, v.z_stride, v.block_stride, v.row_stride, v.col_stride};
-}
-MatrixArg matrix_arg(const Matrix& m) { return {m.data, m.row_stride, m.col_stride, m.z_stride, m.h_stride}; }
-
 /// How blocks and the dense operand can be read; `fits` says whether they can.
 struct Readable : Access {
   bool fits = false;
@@ -105,9 +89,8 @@ Readable readable(const Problem& p) {
 /// their plans are made of steps alone.
 bool has_even_rows(const Problem& p) {
   constexpr std::int64_t kLongest = 2048, kFree = 1 << 16;  // blocks of a row; entries that may always be empty
-  const auto& s = p.layout->sizes();
   const BlockIndex& index = p.transposed ? p.layout->by_col() : p.layout->by_row();
-  const std::int64_t lines = s.heads * (p.transposed ? s.cols : s.rows);
+  const std::int64_t lines = p.layout->heads() * shape_of(p).lines;
   std::int64_t longest = 0;
   for (std::int64_t line = 0; line < lines; ++line) {
     longest = std::max(longest, static_cast<std::int64_t>(index.line(line).size()));
@@ -143,10 +126,9 @@ std::shared_ptr<const DevicePlan> find_plan(const Problem& p, const Context& con
 
 int shared_bytes(const DevicePlan& plan, const SmallTile& tile) { return tile.ring_bytes() + 8 * plan.stride; }
 
-std::int64_t heads_of(const Problem& p) { return p.layout->heads() == 1 ? p.h_out : 1; }
-
 std::int64_t ctas_of(const Problem& p, const DevicePlan& plan, const SmallTile& tile) {
-  return plan.row_count * (block_of(p).rows / tile.rows) * ceil_div(p.out.cols, tile.cols) * p.z_out * heads_of(p);
+  return plan.row_count * (shape_of(p).block_rows / tile.rows) * ceil_div(p.out.cols, tile.cols) * p.z_out *
+         grid_heads(p);
 }
 
 /// µs, fitted to some thousand random products (bench/results/h200/block_candidates.json). An SM is busy for `stage`
@@ -161,7 +143,7 @@ static_assert(std::size(kRates) == std::size(kSmallTiles));
 double cost(const Problem& p, const DevicePlan& plan, std::size_t number, const Readable& access, int multiprocessors) {
   const SmallTile& tile = kSmallTiles[number];
   const auto& [stage, cta, chain, start] = kRates[number];
-  const double cols = static_cast<double>(block_of(p).cols) / 64 / tile.teams();  // stages of a block
+  const double cols = static_cast<double>(shape_of(p).block_cols) / 64 / tile.teams();  // stages of a block
   const double ctas = static_cast<double>(ctas_of(p, plan, tile));
   const double stages = ctas * static_cast<double>(p.layout->nnz()) / plan.row_count * cols;
   // Lines along K arrive faster; what is shifted in registers is not copied far ahead.
@@ -169,7 +151,7 @@ double cost(const Problem& p, const DevicePlan& plan, std::size_t number, const 
   const double traffic = stages * tile.teams() * tile.stage_bytes();
   // A dense operand that L2 cannot hold: block rows fetch their strips at different times, each from memory.
   const double strips = 2 * static_cast<double>(p.right.rows * p.right.cols * p.z_out * p.h_out);
-  const double again = strips > 40e6 ? traffic / (static_cast<double>(block_of(p).rows) / tile.rows) : 0;
+  const double again = strips > 40e6 ? traffic / (static_cast<double>(shape_of(p).block_rows) / tile.rows) : 0;
   const double busy = stages / multiprocessors * stage * slower + std::ceil(ctas / multiprocessors) * cta;
   const double alone = start + (plan.stride - 1) * cols * chain * slower;
   constexpr double kL2 = 8e6;  // bytes per µs: strips are shared
@@ -183,7 +165,7 @@ double cost(const Problem& p, const DevicePlan& plan, std::size_t number, const 
 }  // namespace
 
 std::vector<Candidate<int>> candidates(const Problem& p, const Context& context) {
-  const auto [rows, cols] = block_of(p);
+  const auto [lines, rows, cols] = shape_of(p);
   const int device = context.device.index;
   if (p.kind != Kind::spmm || (p.dtype != DType::f16 && p.dtype != DType::bf16) || p.layout->nnz() == 0 ||
       p.z_out == 0 || p.h_out == 0 || p.out.cols == 0 || p.z_sum != 1 || p.h_sum != 1 || rows % 16 != 0 ||
@@ -211,7 +193,7 @@ void launch(const Problem& p, Context& context, int number) {
   const SmallTile tile = kSmallTiles[static_cast<std::size_t>(number)];
   const auto plan = find_plan(p, context);
   const Readable access = readable(p);
-  const auto [block_rows, block_cols] = block_of(p);
+  const auto [lines, block_rows, block_cols] = shape_of(p);
   SmallParams params{};
   params.blocks = blocks_arg(p);
   params.dense = matrix_arg(p.right);
@@ -222,7 +204,7 @@ void launch(const Problem& p, Context& context, int number) {
   params.stride = plan->stride;
   params.pieces = static_cast<int>(block_rows / tile.rows);
   params.tiles = static_cast<int>(ceil_div(p.out.cols, tile.cols));
-  params.heads = static_cast<int>(heads_of(p));
+  params.heads = static_cast<int>(grid_heads(p));
   params.groups_per_head = plan->groups_per_head;
   params.block_rows = static_cast<int>(block_rows);
   params.block_cols = static_cast<int>(block_cols);

@@ -69,8 +69,8 @@ struct DevicePlan {
   int sdd_shared() const;
 };
 
-/// The plan of an spmm with op(layout). A group with more steps than a fair share per multiprocessor is split, but not
-/// below 1024 of K per segment. `parallel`: how often the layout's work runs (tiles × batches).
+/// The plan of an spmm with op(layout). A group with far more steps than a fair share per multiprocessor is split, but
+/// not below 1024 of K per segment. `parallel`: how often the layout's work runs (tiles × batches).
 SpmmPlan balanced_plan(const BlockLayout& layout, bool transposed, int parallel, int device);
 
 /// SpmmParams::share: as many segments as have blocks that stay in L2 while they walk the free dimension.

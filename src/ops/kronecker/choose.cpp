@@ -33,6 +33,8 @@ const Functions<Problem>& functions_of(Family family, const Problem& /*problem*/
       return direct::kProduct;
     case Family::few:
       return few::kProduct;
+    case Family::small:
+      return small::kProduct;
     default:
       return generic::kProduct;
   }
@@ -65,6 +67,8 @@ std::vector<Config> all_configs(const Problem& problem, const Machine& machine) 
   }
   const std::vector<Config> strided = strided::configs(problem.dtype, machine.precision);
   list.insert(list.end(), strided.begin(), strided.end());
+  const std::vector<Config> small = small::configs();
+  list.insert(list.end(), small.begin(), small.end());
   list.insert(list.end(), {{Family::portable}, {Family::simple}});
   return list;
 }

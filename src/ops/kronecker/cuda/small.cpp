@@ -1,0 +1,223 @@
+// Host side of the small tiles for any δ: how operands are read, which tiles fit, costs, launches.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <iterator>
+#include <limits>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "ops/kronecker/cuda/families.h"
+#include "ops/kronecker/cuda/params.h"
+#include "runtime/alignment.h"
+#include "runtime/cost.h"
+#include "runtime/cuda_driver.h"
+#include "runtime/kernels.h"
+
+namespace fretwork::kronecker::small {
+namespace {
+
+namespace driver = fretwork::cuda;
+
+constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 16;
+constexpr int kElement = 2;  // bytes
+constexpr int kAccesses[] = {16, 4, 2};
+
+/// How the kernel reads an operand, and the bytes that it copies at a time: a place in kAccesses.
+struct Reading {
+  Way way = kRuns;
+  std::size_t access = 0;
+};
+Reading reading(Way way, const void* data, std::initializer_list<std::int64_t> strides) {
+  const auto aligned = [&](int bytes) { return is_aligned(data, strides, kElement, bytes); };
+  return {way, aligned(16) ? 0u : aligned(4) ? 1u : 2u};
+}
+/// A stride that is used.
+std::int64_t used(std::int64_t count, std::int64_t stride) { return count > 1 ? stride : 0; }
+
+/// δ of a tile, or 0 where the kernel has none for d of them.
+int deltas_of(std::int64_t d) { return d % 8 == 0 ? 8 : d <= kMostDeltas ? static_cast<int>(d) : 0; }
+
+std::optional<Reading> weights_reading(const Problem& p) {
+  const auto& [a, b, c, d] = p.sizes;
+  const Weights& w = p.w;
+  const std::int64_t of_a = used(a, w.a), of_b = used(b, w.b), of_c = used(c, w.c);
+  if (d > 1 && w.d != 1) {
+    return std::nullopt;
+  }
+  if (deltas_of(d) == 8) {
+    return reading(kRuns, w.data, {of_a, of_b, of_c});
+  }
+  if (c == 1 || w.c == d) {
+    return reading(kRuns, w.data, {of_a, of_b});
+  }
+  if (b == 1 || w.b == d) {
+    return reading(d == 1 ? kColumns : kTurned, w.data, {of_a, of_c});
+  }
+  return std::nullopt;
+}
+std::optional<Reading> x_reading(const Problem& p) {
+  const auto& [a, b, c, d] = p.sizes;
+  if (p.x.feature == 1) {
+    return reading(kRuns, p.x.data, {used(p.batch, p.x.batch), used(a, c * d)});
+  }
+  if (p.x.batch == 1 || p.batch == 1) {
+    return reading(kColumns, p.x.data, {p.x.feature});
+  }
+  return std::nullopt;
+}
+
+/// What an instance depends on.
+struct Instance {
+  DType dtype;
+  std::size_t tile;  ///< of kTiles
+  int deltas;
+  Reading weights, x;
+};
+
+KernelSpec spec_of(const Instance& n) {
+  constexpr const char* kWays[] = {"kRuns", "kTurned", "kColumns"};
+  const auto way = [&](Way w) { return std::string("fretwork::kronecker::small::") + kWays[w]; };
+  const auto& [rows, cols] = kTiles[n.tile];
+  return kernel_spec("small", Tile{rows, cols, n.deltas}.shared_bytes(), "small::product", n.dtype, rows, cols,
+                     n.deltas, way(n.weights.way), way(n.x.way), kAccesses[n.weights.access], kAccesses[n.x.access]);
+}
+
+/// Whether there is a kernel of this tile: a warp has the sums of all δ.
+bool has_tile(std::size_t tile, int deltas) {
+  return deltas > 0 && (deltas <= 4 || kTiles[tile].rows * kTiles[tile].cols <= 1024);
+}
+
+/// Of aligned operands, and δ that are usual.
+std::vector<KernelSpec> list_kernels(const std::string& arch) {
+  std::vector<KernelSpec> list;
+  if (driver::arch_number(arch) < 80) {
+    return list;
+  }
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    for (const int deltas : {1, 2, 3, 4, 8}) {
+      for (std::size_t tile = 0; tile < std::size(kTiles); ++tile) {
+        for (const Way x : {kRuns, kColumns}) {
+          if (has_tile(tile, deltas)) {
+            list.push_back(spec_of({dtype, tile, deltas, {kRuns}, {x}}));
+          }
+        }
+      }
+    }
+  }
+  return list;
+}
+const KernelList kKernels{"kronecker", list_kernels};
+
+constinit KernelTable<std::size_t{2} * std::size(kTiles) * kMostDeltas * 36> kernels;
+
+const Kernel& kernel_of(const Instance& n, int device) {
+  const std::size_t accesses = n.weights.access * 3 + n.x.access;
+  const std::size_t ways = (n.weights.way == kRuns ? 0u : 2u) + (n.x.way == kRuns ? 0u : 1u);
+  const std::size_t shape = (n.tile * kMostDeltas + static_cast<std::size_t>(n.deltas - 1)) * 2;
+  const std::size_t which = (shape + (n.dtype == DType::f16 ? 0u : 1u)) * 36 + accesses * 4 + ways;
+  return kernels.get(which, device, [&] { return spec_of(n); });
+}
+
+/// The tile of a config: its place in kTiles, or their number.
+std::size_t tile_of(const Config& config) {
+  return static_cast<std::size_t>(
+      std::ranges::find_if(kTiles,
+                           [&](const TileSize& t) { return t.rows == config.first && t.cols == config.second; }) -
+      std::begin(kTiles));
+}
+
+std::int64_t ctas_of(const Problem& p, const Tile& tile) {
+  return p.sizes.a * ceil_div(p.sizes.b, std::int64_t{tile.rows}) * ceil_div(p.batch, std::int64_t{tile.cols}) *
+         (p.sizes.d / tile.deltas);
+}
+
+bool fits(const Problem& p, const Config& config, const Machine& machine) {
+  const auto& [a, b, c, d] = p.sizes;
+  const std::size_t number = tile_of(config);
+  if ((p.dtype != DType::f16 && p.dtype != DType::bf16) || machine.number < 80 || number == std::size(kTiles) ||
+      !has_tile(number, deltas_of(d)) || !weights_reading(p) || !x_reading(p)) {
+    return false;
+  }
+  const Tile tile{kTiles[number].rows, kTiles[number].cols, deltas_of(d)};
+  return b < kMost && c < kMost && p.batch < kMost && d < kMost && ctas_of(p, tile) < kMost &&
+         tile.shared_bytes() <= machine.shared;
+}
+
+/// µs. Rates are those of the small tiles of block products: an SM moves so many bytes of operands in a µs, a CTA alone
+/// waits for memory in each turn of its ring, and has a beginning and an end.
+double cost(const Problem& p, const Config& config, const Machine& machine) {
+  constexpr double kBytes = 48e3, kL2 = 8e6, kStart = 1.0, kEnd = 0.6, kSums = 1e5;
+  const std::size_t number = tile_of(config);
+  const Tile tile{kTiles[number].rows, kTiles[number].cols, deltas_of(p.sizes.d)};
+  const Reading weights = *weights_reading(p), x = *x_reading(p);
+  constexpr double kSlower[] = {1, 1.3, 2.4};
+  const double slower = std::max(kSlower[weights.access], kSlower[x.access]) * (weights.way == kTurned ? 1.5 : 1);
+  // Of eight δ out of more, half of each sector is another CTA's.
+  const double sectors = p.sizes.d > tile.deltas && p.x.feature == 1 ? 1.5 : 1;
+  const auto rows = double(std::min<std::int64_t>(tile.rows, p.sizes.b));
+  const auto cols = double(std::min<std::int64_t>(tile.cols, p.batch));
+  const double ctas = double(ctas_of(p, tile)), depth = depth_of(tile.deltas);
+  const double turns = std::ceil(std::ceil(double(p.sizes.c) / depth) / tile.teams());
+  const double bytes = double(p.sizes.c) * (rows + cols) * tile.deltas * kElement * sectors;  // of a CTA
+  const double end = kEnd + 4.0 * tile.rows * tile.cols * tile.deltas * tile.teams() / kSums;
+  const double busy =
+      ctas / machine.multiprocessors * bytes / kBytes * slower + std::ceil(ctas / machine.multiprocessors) * end;
+  const double chain = (0.2 + 0.5 / (tile.stages() - 1)) * slower;
+  const double alone = kStart + end + std::max(turns * chain, bytes / kBytes);
+  const double scale = cost::kMultiprocessors / machine.multiprocessors;
+  const cost::Work work{.memory = moved_bytes(p) / cost::kMemory * scale,
+                        .l2 = ctas * bytes / kL2 * scale,
+                        .busiest = std::max(busy, alone),
+                        .serial = 0.15 * std::min(busy, alone)};
+  return work.without_launches();
+}
+
+void launch(const Problem& p, const Config& config, Context& context) {
+  const auto& [a, b, c, d] = p.sizes;
+  const std::size_t number = tile_of(config);
+  const Tile tile{kTiles[number].rows, kTiles[number].cols, deltas_of(d)};
+  Params params{};
+  params.x = p.x.data;
+  params.w = p.w.data;
+  params.bias = p.bias.data;
+  params.y = p.y.data;
+  params.x_batch = p.x.batch;
+  params.x_feature = p.x.feature;
+  params.y_batch = p.y.batch;
+  params.y_feature = p.y.feature;
+  params.w_a = p.w.a;
+  params.w_b = p.w.b;
+  params.w_c = p.w.c;
+  params.bias_stride = p.bias.stride;
+  params.batch = narrowed(p.batch);
+  params.b = narrowed(b);
+  params.c = narrowed(c);
+  params.d = narrowed(d);
+  params.slices = Divisor(d / tile.deltas);
+  params.n_tiles = Divisor(ceil_div(p.batch, std::int64_t{tile.cols}));
+  params.j_tiles = Divisor(ceil_div(b, std::int64_t{tile.rows}));
+  params.activation = static_cast<int>(p.activation);
+  params.last = p.y.feature != 1 && p.y.batch == 1;
+  params.vector =
+      params.last ? is_aligned(p.y.data, {p.y.feature}, kElement, 16)
+                  : p.y.feature == 1 && is_aligned(p.y.data, {used(p.batch, p.y.batch), used(a, b * d)}, kElement, 16);
+  const Instance instance{p.dtype, number, tile.deltas, *weights_reading(p), *x_reading(p)};
+  kernel_of(instance, context.device.index)
+      .launch(ctas_of(p, tile), 32 * tile.warps(), tile.shared_bytes(), &params, context.stream);
+}
+
+}  // namespace
+
+std::vector<Config> configs() {
+  std::vector<Config> list;
+  for (const auto& [rows, cols] : kTiles) {
+    list.push_back({Family::small, rows, cols});
+  }
+  return list;
+}
+
+constinit const Functions<Problem> kProduct{fits, cost, launch};
+
+}  // namespace fretwork::kronecker::small

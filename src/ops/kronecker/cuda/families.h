@@ -85,8 +85,9 @@ inline constexpr std::int64_t kMostRows = 256;
 extern const Functions<Problem> kProduct;
 }  // namespace direct
 
-/// Small and middle batches of 16-bit types, on tensor cores of sm_80 and later: all δ of a problem up to 12, or any
-/// multiple of 8, in small tiles of operands as they lie, in one pass. `first` outputs × `second` batch rows of a tile.
+/// Small and middle batches of 16-bit types, on tensor cores of sm_80 and later: all δ of a problem, up to 8 or 12, or
+/// any multiple of 8, in small tiles of operands as they lie, in one pass. `first` outputs × `second` batch rows of a
+/// tile.
 namespace small {
 std::vector<Config> configs();
 extern const Functions<Problem> kProduct;

@@ -186,8 +186,8 @@ namespace fretwork::kronecker::small {
 /// and run along (row, δ); or lines are (k, δ) and run along rows. Rows are outputs, or those of the batch.
 enum Way { kRuns, kTurned, kColumns };
 
-/// All δ of a problem are in a tile, or eight neighbours of them.
-inline constexpr int kMostDeltas = 12;
+/// All δ of a problem are in a tile, so many, or eight neighbours of them.
+inline constexpr int kDeltaCounts[] = {1, 2, 3, 4, 5, 6, 7, 8, 12};
 /// Neighbouring k that a lane reads together, with all δ of the tile: 16 bytes, or else an odd multiple of 8.
 constexpr int unit_of(int deltas) {
   return 8 % deltas == 0 ? 8 / deltas : deltas % 2 != 0 ? 4 : deltas % 4 != 0 ? 2 : 1;
@@ -237,10 +237,10 @@ struct Tile {
     const int most = 4 * teams() * (sums(true) > sums(false) ? sums(true) : sums(false));
     return most > ring_bytes() ? most : ring_bytes();
   }
-  /// CTAs on an SM with 227 KB that registers are limited for; what passes through them needs more.
-  constexpr int ctas(bool through_registers) const {
+  /// CTAs on an SM with 227 KB that registers are limited for.
+  constexpr int ctas() const {
     const int sums = warp_rows() * warp_cols() / 32 * deltas;
-    const int needed = through_registers ? 240 : sums <= 32 ? 120 : sums <= 64 ? 168 : 240;
+    const int needed = sums <= 32 ? 120 : sums <= 64 ? 168 : 240;
     const int by_shared = 227 * 1024 / (shared_bytes() + 1024), by_registers = 65536 / (32 * warps() * needed);
     const int both = by_shared < by_registers ? by_shared : by_registers;
     return both < 1 ? 1 : both;
@@ -249,7 +249,7 @@ struct Tile {
 struct TileSize {
   int rows, cols;
 };
-inline constexpr TileSize kTiles[] = {{16, 16}, {64, 16}, {16, 64}, {32, 32}, {64, 64}};
+inline constexpr TileSize kTiles[] = {{16, 16}, {64, 16}, {16, 64}, {32, 32}, {64, 32}, {64, 64}};
 
 struct Params {
   const void *x, *w, *bias;
@@ -257,6 +257,7 @@ struct Params {
   long long x_batch, x_feature, y_batch, y_feature, w_a, w_b, w_c, bias_stride;
   int batch, b, c, d;
   Divisor slices, n_tiles, j_tiles;  ///< of δ, of the batch, of outputs
+  int w_access, x_access;            ///< bytes that can be copied at a time: 16, 4 or 2
   int activation;
   bool last;    ///< the result is stored along the batch
   bool vector;  ///< 16 bytes at a time

@@ -22,22 +22,26 @@ namespace driver = fretwork::cuda;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 16;
 constexpr int kElement = 2;  // bytes
-constexpr int kAccesses[] = {16, 4, 2};
 
-/// How the kernel reads an operand, and the bytes that it copies at a time: a place in kAccesses.
+/// How the kernel reads an operand, and the bytes that it copies at a time: 16, 4 or 2.
 struct Reading {
   Way way = kRuns;
-  std::size_t access = 0;
+  int access = 16;
 };
 Reading reading(Way way, const void* data, std::initializer_list<std::int64_t> strides) {
   const auto aligned = [&](int bytes) { return is_aligned(data, strides, kElement, bytes); };
-  return {way, aligned(16) ? 0u : aligned(4) ? 1u : 2u};
+  return {way, aligned(16) ? 16 : aligned(4) ? 4 : 2};
 }
 /// A stride that is used.
 std::int64_t used(std::int64_t count, std::int64_t stride) { return count > 1 ? stride : 0; }
 
 /// δ of a tile, or 0 where the kernel has none for d of them.
-int deltas_of(std::int64_t d) { return d % 8 == 0 ? 8 : d <= kMostDeltas ? static_cast<int>(d) : 0; }
+int deltas_of(std::int64_t d) {
+  return d % 8 == 0 ? 8 : std::ranges::find(kDeltaCounts, d) != std::end(kDeltaCounts) ? static_cast<int>(d) : 0;
+}
+
+/// How weights of so many δ lie that are transposed.
+Way turned_way(int deltas) { return deltas == 1 ? kColumns : deltas == 8 ? kRuns : kTurned; }
 
 std::optional<Reading> weights_reading(const Problem& p) {
   const auto& [a, b, c, d] = p.sizes;
@@ -53,7 +57,7 @@ std::optional<Reading> weights_reading(const Problem& p) {
     return reading(kRuns, w.data, {of_a, of_b});
   }
   if (b == 1 || w.b == d) {
-    return reading(d == 1 ? kColumns : kTurned, w.data, {of_a, of_c});
+    return reading(turned_way(deltas_of(d)), w.data, {of_a, of_c});
   }
   return std::nullopt;
 }
@@ -73,7 +77,7 @@ struct Instance {
   DType dtype;
   std::size_t tile;  ///< of kTiles
   int deltas;
-  Reading weights, x;
+  Way weights, x;
 };
 
 KernelSpec spec_of(const Instance& n) {
@@ -81,7 +85,7 @@ KernelSpec spec_of(const Instance& n) {
   const auto way = [&](Way w) { return std::string("fretwork::kronecker::small::") + kWays[w]; };
   const auto& [rows, cols] = kTiles[n.tile];
   return kernel_spec("small", Tile{rows, cols, n.deltas}.shared_bytes(), "small::product", n.dtype, rows, cols,
-                     n.deltas, way(n.weights.way), way(n.x.way), kAccesses[n.weights.access], kAccesses[n.x.access]);
+                     n.deltas, way(n.weights), way(n.x));
 }
 
 /// Whether there is a kernel of this tile: a warp has the sums of all δ.
@@ -89,18 +93,22 @@ bool has_tile(std::size_t tile, int deltas) {
   return deltas > 0 && (deltas <= 4 || kTiles[tile].rows * kTiles[tile].cols <= 1024);
 }
 
-/// Of aligned operands, and δ that are usual.
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
   if (driver::arch_number(arch) < 80) {
     return list;
   }
+  const auto add = [&](DType dtype, std::size_t tile, int deltas, Way weights) {
+    list.push_back(spec_of({dtype, tile, deltas, weights, kRuns}));
+    list.push_back(spec_of({dtype, tile, deltas, weights, kColumns}));
+  };
   for (const DType dtype : {DType::f16, DType::bf16}) {
-    for (const int deltas : {1, 2, 3, 4, 8}) {
+    for (const int deltas : kDeltaCounts) {
       for (std::size_t tile = 0; tile < std::size(kTiles); ++tile) {
-        for (const Way x : {kRuns, kColumns}) {
-          if (has_tile(tile, deltas)) {
-            list.push_back(spec_of({dtype, tile, deltas, {kRuns}, {x}}));
+        if (has_tile(tile, deltas)) {
+          add(dtype, tile, deltas, kRuns);
+          if (turned_way(deltas) != kRuns) {
+            add(dtype, tile, deltas, turned_way(deltas));
           }
         }
       }
@@ -110,14 +118,13 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"kronecker", list_kernels};
 
-constinit KernelTable<std::size_t{2} * std::size(kTiles) * kMostDeltas * 36> kernels;
+constexpr std::size_t kMostDeltas = 12;
+constinit KernelTable<std::size(kTiles) * (kMostDeltas + 1) * 8> kernels;
 
 const Kernel& kernel_of(const Instance& n, int device) {
-  const std::size_t accesses = n.weights.access * 3 + n.x.access;
-  const std::size_t ways = (n.weights.way == kRuns ? 0u : 2u) + (n.x.way == kRuns ? 0u : 1u);
-  const std::size_t shape = (n.tile * kMostDeltas + static_cast<std::size_t>(n.deltas - 1)) * 2;
-  const std::size_t which = (shape + (n.dtype == DType::f16 ? 0u : 1u)) * 36 + accesses * 4 + ways;
-  return kernels.get(which, device, [&] { return spec_of(n); });
+  const std::size_t ways = (n.weights == kRuns ? 0u : 2u) + (n.x == kRuns ? 0u : 1u);
+  const std::size_t shape = n.tile * (kMostDeltas + 1) + static_cast<std::size_t>(n.deltas);
+  return kernels.get(shape * 8 + (n.dtype == DType::f16 ? 0u : 4u) + ways, device, [&] { return spec_of(n); });
 }
 
 /// The tile of a config: its place in kTiles, or their number.
@@ -152,8 +159,8 @@ double cost(const Problem& p, const Config& config, const Machine& machine) {
   const std::size_t number = tile_of(config);
   const Tile tile{kTiles[number].rows, kTiles[number].cols, deltas_of(p.sizes.d)};
   const Reading weights = *weights_reading(p), x = *x_reading(p);
-  constexpr double kSlower[] = {1, 1.3, 2.4};
-  const double slower = std::max(kSlower[weights.access], kSlower[x.access]) * (weights.way == kTurned ? 1.5 : 1);
+  const int access = std::min(weights.access, x.access);
+  const double slower = (access == 16 ? 1 : access == 4 ? 1.3 : 2.4) * (weights.way == kTurned ? 1.5 : 1);
   // Of eight δ out of more, half of each sector is another CTA's.
   const double sectors = p.sizes.d > tile.deltas && p.x.feature == 1 ? 1.5 : 1;
   const auto rows = double(std::min<std::int64_t>(tile.rows, p.sizes.b));
@@ -178,6 +185,7 @@ void launch(const Problem& p, const Config& config, Context& context) {
   const auto& [a, b, c, d] = p.sizes;
   const std::size_t number = tile_of(config);
   const Tile tile{kTiles[number].rows, kTiles[number].cols, deltas_of(d)};
+  const Reading weights = *weights_reading(p), x = *x_reading(p);
   Params params{};
   params.x = p.x.data;
   params.w = p.w.data;
@@ -198,12 +206,14 @@ void launch(const Problem& p, const Config& config, Context& context) {
   params.slices = Divisor(d / tile.deltas);
   params.n_tiles = Divisor(ceil_div(p.batch, std::int64_t{tile.cols}));
   params.j_tiles = Divisor(ceil_div(b, std::int64_t{tile.rows}));
+  params.w_access = weights.access;
+  params.x_access = x.access;
   params.activation = static_cast<int>(p.activation);
   params.last = p.y.feature != 1 && p.y.batch == 1;
   params.vector =
       params.last ? is_aligned(p.y.data, {p.y.feature}, kElement, 16)
                   : p.y.feature == 1 && is_aligned(p.y.data, {used(p.batch, p.y.batch), used(a, b * d)}, kElement, 16);
-  const Instance instance{p.dtype, number, tile.deltas, *weights_reading(p), *x_reading(p)};
+  const Instance instance{p.dtype, number, tile.deltas, weights.way, x.way};
   kernel_of(instance, context.device.index)
       .launch(ctas_of(p, tile), 32 * tile.warps(), tile.shared_bytes(), &params, context.stream);
 }

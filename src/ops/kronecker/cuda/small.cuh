@@ -33,9 +33,8 @@ struct Strides {
   i64 row, k, delta;
 };
 
-/// One operand of a tile, as a thread of a team copies it: kRows rows by a stage's K, `kAccess` bytes at a time. Of 2
-/// bytes, words are loaded to registers, and shifted to their place on the way to shared memory.
-template <typename T, int kDeltas, Way kWay, int kRows, int kThreads, int kAccess>
+/// One operand of a tile, as a thread of a team copies it: kRows rows by a stage's K.
+template <typename T, int kDeltas, Way kWay, int kRows, int kThreads>
 struct Operand {
   static constexpr int kDepth = depth_of(kDeltas);
   static constexpr int kLines = kWay == kRuns ? kRows : kWay == kTurned ? kDepth : kDepth * kDeltas;
@@ -50,6 +49,7 @@ struct Operand {
   const T* base;
   Strides stride;
   int thread, left, depth;  ///< rows and k that are there
+  int access;
 
   struct Source {
     const T* from;
@@ -62,74 +62,88 @@ struct Operand {
     const u32 id = thread + (kBelow ? 0 : i * kThreads);
     const int line = static_cast<int>(id / kChunks) + (kBelow ? i * (kThreads / kChunks) : 0);
     const int chunk = static_cast<int>(id % kChunks);
+    i64 offset = 0;
+    Source s;
     if constexpr (kWay == kRuns) {
-      const i64 along = kDeltas == 8 ? (k0 + chunk) * stride.k : static_cast<i64>(k0 * kDeltas + chunk * 8);
-      const u32 place = kPermuted ? chunk ^ (line & 1) << 2 : chunk;
-      return {base + line * stride.row + along, line < left ? (depth - k0) * kDeltas - chunk * 8 : 0,
-              stage + line * kPitch + place * 16};
+      offset =
+          line * stride.row + (kDeltas == 8 ? (k0 + chunk) * stride.k : static_cast<i64>(k0 * kDeltas + chunk * 8));
+      s.count = line < left ? (depth - k0) * kDeltas - chunk * 8 : 0;
+      s.to = stage + line * kPitch + (kPermuted ? chunk ^ (line & 1) << 2 : chunk) * 16;
     } else if constexpr (kWay == kTurned) {
-      return {base + (k0 + line) * stride.k + chunk * 8, k0 + line < depth ? left * kDeltas - chunk * 8 : 0,
-              stage + line * kPitch + chunk * 16};
+      offset = (k0 + line) * stride.k + chunk * 8;
+      s.count = k0 + line < depth ? left * kDeltas - chunk * 8 : 0;
+      s.to = stage + line * kPitch + chunk * 16;
     } else {
       const int k = line / kDeltas, delta = line % kDeltas;
-      return {base + (k0 + k) * stride.k + delta * stride.delta + chunk * 8, k0 + k < depth ? left - chunk * 8 : 0,
-              shared_tile<2 * kRows>{stage}.chunk(delta * kDepth + position_of<kDeltas>(k), chunk)};
+      offset = (k0 + k) * stride.k + delta * stride.delta + chunk * 8;
+      s.count = k0 + k < depth ? left - chunk * 8 : 0;
+      s.to = shared_tile<2 * kRows>{stage}.chunk(delta * kDepth + position_of<kDeltas>(k), chunk);
     }
+    s.from = base + (s.count > 0 ? offset : 0);  // aligned, where strides of what is not there are not
+    return s;
   }
-  __device__ __forceinline__ bool there(int i) const { return kAll % kThreads == 0 || thread + i * kThreads < kAll; }
+  /// Whether the thread has a chunk i, of those that it copies `kTogether` at a time.
+  template <int kTogether = 1>
+  __device__ __forceinline__ bool there(int i) const {
+    return kAll % (kThreads * kTogether) == 0 || thread + i * kThreads < kAll;
+  }
 
-  /// Starts the copies of the stage that begins at k0.
+  /// Starts the copies of the stage that begins at k0. `access` is what can be copied at a time: 16 bytes, 4, or 2.
   __device__ __forceinline__ void copy(int k0, u32 stage) const {
-    if constexpr (kAccess == 2) {
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const Source s = source(k0, stage, i);
-      if constexpr (kAccess == 16) {
-        copy_async_part_if(there(i), s.to, s.from, 2 * max(0, min(8, s.count)));
-      } else if (there(i)) {
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          copy_async_small<4>(s.to + 4 * w, s.from + 2 * w, 2 * max(0, min(2, s.count - 2 * w)));
-        }
-      }
-    }
-  }
-  struct Words {
-    u32 word[kAccess == 2 ? kEach : 1][5];
-  };
-  __device__ __forceinline__ void load(Words& words, int k0) const {
-    if constexpr (kAccess == 2) {
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        const Source s = source(k0, 0, i);
-        const u64 address = reinterpret_cast<u64>(s.from);
-        const u32* const from = reinterpret_cast<const u32*>(address & ~3ull);
-        const int end = there(i) && s.count > 0 ? static_cast<int>(address & 2) + 2 * min(8, s.count) : 0;  // in bytes
-#pragma unroll
-        for (int w = 0; w < 5; ++w) {
-          words.word[i][w] = 4 * w < end ? __ldg(from + w) : 0;
-        }
-      }
-    }
-  }
-  __device__ __forceinline__ void store(const Words& words, int k0, u32 stage) const {
-    if constexpr (kAccess == 2) {
+    if (access == 16) {
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         const Source s = source(k0, stage, i);
-        const u32 shift = static_cast<u32>(reinterpret_cast<u64>(s.from) & 2) * 8;
-        u32 shifted[4];
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          const u32 both = __funnelshift_r(words.word[i][w], words.word[i][w + 1], shift);
-          const int count = s.count - 2 * w;  // a last word may have a neighbour of the operand
-          shifted[w] = count >= 2 ? both : count == 1 ? both & 0xffffu : 0u;
-        }
+        copy_async_part_if(there(i), s.to, s.from, 2 * max(0, min(8, s.count)));
+      }
+    } else if (access == 4) {
+#pragma unroll 1
+      for (int i = 0; i < kEach; ++i) {
+        const Source s = source(k0, stage, i);
         if (there(i)) {
-          store_shared_128(s.to, shifted);
+#pragma unroll
+          for (int w = 0; w < 4; ++w) {
+            copy_async_small<4>(s.to + 4 * w, s.from + 2 * w, 2 * max(0, min(2, s.count - 2 * w)));
+          }
         }
+      }
+    } else {
+      constexpr int kTogether = kEach < 4 ? kEach : 4;
+#pragma unroll 1
+      for (int i = 0; i < kEach; i += kTogether) {
+        shift<kTogether>(k0, stage, i);
+      }
+    }
+  }
+  /// Of 2 bytes, words are loaded to registers, and shifted to their place on the way to shared memory.
+  template <int kTogether>
+  __device__ __forceinline__ void shift(int k0, u32 stage, int first) const {
+    u32 words[kTogether][5];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const Source s = source(k0, stage, first + i);
+      const u64 address = reinterpret_cast<u64>(s.from);
+      const u32* const from = reinterpret_cast<const u32*>(address & ~3ull);
+      const bool inside = there<kTogether>(first + i) && s.count > 0;
+      const int end = inside ? static_cast<int>(address & 2) + 2 * min(8, s.count) : 0;  // in bytes
+#pragma unroll
+      for (int w = 0; w < 5; ++w) {
+        words[i][w] = 4 * w < end ? __ldg(from + w) : 0;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const Source s = source(k0, stage, first + i);
+      const u32 by = static_cast<u32>(reinterpret_cast<u64>(s.from) & 2) * 8;
+      u32 shifted[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const u32 both = __funnelshift_r(words[i][w], words[i][w + 1], by);
+        const int count = s.count - 2 * w;  // a last word may have a neighbour of the operand
+        shifted[w] = count >= 2 ? both : count == 1 ? both & 0xffffu : 0u;
+      }
+      if (there<kTogether>(first + i)) {
+        store_shared_128(s.to, shifted);
       }
     }
   }
@@ -367,10 +381,9 @@ __device__ __forceinline__ void store(const Sums<S, kDeltas>& sums, float* share
   }
 }
 
-/// kDeltas: d, or 8 where d is a multiple of it. kWeightsAccess, kXAccess: bytes that can be copied at a time.
-template <typename T, int kRows, int kCols, int kDeltas, Way kWeights, Way kX, int kWeightsAccess, int kXAccess>
-__global__ void __launch_bounds__(Shape<kRows, kCols, kDeltas>::kThreads,
-                                  Tile{kRows, kCols, kDeltas}.ctas(kWeightsAccess == 2 || kXAccess == 2))
+/// kDeltas: d, or 8 where d is a multiple of it.
+template <typename T, int kRows, int kCols, int kDeltas, Way kWeights, Way kX>
+__global__ void __launch_bounds__(Shape<kRows, kCols, kDeltas>::kThreads, Tile{kRows, kCols, kDeltas}.ctas())
     product(const __grid_constant__ Params p) {
   using S = Shape<kRows, kCols, kDeltas>;
   static_assert(kWeights == kRuns || (kDeltas == 1 ? kWeights == kColumns : kWeights == kTurned && kDeltas != 8));
@@ -382,14 +395,20 @@ __global__ void __launch_bounds__(Shape<kRows, kCols, kDeltas>::kThreads,
   const int rows = min(kRows, p.b - j0), cols = min(kCols, p.batch - n0);
 
   const int team = uniform(threadIdx.x / S::kTeamThreads), thread = static_cast<int>(threadIdx.x) % S::kTeamThreads;
-  const Operand<T, kDeltas, kWeights, kRows, S::kTeamThreads, kWeightsAccess> weights{
-      static_cast<const T*>(p.w) + block * p.w_a + j0 * p.w_b + delta, {p.w_b, p.w_c, 1}, thread, rows, p.c};
-  using X = Operand<T, kDeltas, kX, kCols, S::kTeamThreads, kXAccess>;
+  const Operand<T, kDeltas, kWeights, kRows, S::kTeamThreads> weights{
+      static_cast<const T*>(p.w) + block * p.w_a + j0 * p.w_b + delta,
+      {p.w_b, p.w_c, 1},
+      thread,
+      rows,
+      p.c,
+      p.w_access};
+  using X = Operand<T, kDeltas, kX, kCols, S::kTeamThreads>;
   const X x{static_cast<const T*>(p.x) + (block * static_cast<i64>(p.c) * p.d + delta) * p.x_feature + n0 * p.x_batch,
             {p.x_batch, p.d * p.x_feature, p.x_feature},
             thread,
             cols,
-            p.c};
+            p.c,
+            p.x_access};
   // Stage n of a team begins at this k.
   const u32 ring = shared_address(shared) + team * (S::kStages * S::kBytes);
   const auto first = [&](int n) { return (n * S::kTeams + team) * depth_of(kDeltas); };
@@ -402,25 +421,9 @@ __global__ void __launch_bounds__(Shape<kRows, kCols, kDeltas>::kThreads,
     }
     copy_async_commit();
   };
-  typename decltype(weights)::Words weight_words;
-  typename X::Words x_words;
-  const auto load = [&](int n) {
-    if (first(n) < p.c) {
-      weights.load(weight_words, first(n));
-      x.load(x_words, first(n));
-    }
-  };
-  const auto put = [&](int n) {
-    if (first(n) < p.c) {
-      weights.store(weight_words, first(n), stage(n));
-      x.store(x_words, first(n), stage(n) + kWeightBytes);
-    }
-  };
 #pragma unroll 1
   for (int n = 0; n < S::kStages - 1; ++n) {
     copy(n);
-    load(n);
-    put(n);
   }
 
   Sums<S, kDeltas> sums{};
@@ -435,14 +438,13 @@ __global__ void __launch_bounds__(Shape<kRows, kCols, kDeltas>::kThreads,
       __syncthreads();
     }
     copy(n + S::kStages - 1);
-    load(n + S::kStages - 1);
-    if (first(n) < p.c) {  // a team may be through
 #pragma unroll
-      for (int step = 0; step < depth_of(kDeltas) / step_of(kDeltas); ++step) {
-        multiply<T, S, kRows, kCols, kDeltas, kWeights, kX>(sums, stage(n), stage(n) + kWeightBytes, m, c, step);
+    for (int step = 0; step < depth_of(kDeltas) / step_of(kDeltas); ++step) {
+      if (first(n) + step * step_of(kDeltas) >= p.c) {  // also where a team is through
+        break;
       }
+      multiply<T, S, kRows, kCols, kDeltas, kWeights, kX>(sums, stage(n), stage(n) + kWeightBytes, m, c, step);
     }
-    put(n + S::kStages - 1);
   }
   copy_async_wait<0>();
   __syncthreads();

@@ -237,11 +237,11 @@ struct Tile {
     const int most = 4 * teams() * (sums(true) > sums(false) ? sums(true) : sums(false));
     return most > ring_bytes() ? most : ring_bytes();
   }
-  /// CTAs on an SM with 227 KB that registers are limited for.
-  constexpr int ctas() const {
+  /// CTAs on an SM with so much shared memory that registers are limited for.
+  constexpr int ctas(int shared) const {
     const int sums = warp_rows() * warp_cols() / 32 * deltas;
     const int needed = sums <= 32 ? 120 : sums <= 64 ? 168 : 240;
-    const int by_shared = 227 * 1024 / (shared_bytes() + 1024), by_registers = 65536 / (32 * warps() * needed);
+    const int by_shared = shared / (shared_bytes() + 1024), by_registers = 65536 / (32 * warps() * needed);
     const int both = by_shared < by_registers ? by_shared : by_registers;
     return both < 1 ? 1 : both;
   }

@@ -381,9 +381,17 @@ __device__ __forceinline__ void store(const Sums<S, kDeltas>& sums, float* share
   }
 }
 
+/// Bytes of an SM.
+#if __CUDA_ARCH__ >= 900
+inline constexpr int kSharedMemory = 227 * 1024;
+#else
+inline constexpr int kSharedMemory = 163 * 1024;
+#endif
+
 /// kDeltas: d, or 8 where d is a multiple of it.
 template <typename T, int kRows, int kCols, int kDeltas, Way kWeights, Way kX>
-__global__ void __launch_bounds__(Shape<kRows, kCols, kDeltas>::kThreads, Tile{kRows, kCols, kDeltas}.ctas())
+__global__ void __launch_bounds__(Shape<kRows, kCols, kDeltas>::kThreads,
+                                  Tile{kRows, kCols, kDeltas}.ctas(kSharedMemory))
     product(const __grid_constant__ Params p) {
   using S = Shape<kRows, kCols, kDeltas>;
   static_assert(kWeights == kRuns || (kDeltas == 1 ? kWeights == kColumns : kWeights == kTurned && kDeltas != 8));

@@ -19,7 +19,7 @@ struct Spelling {
   int numbers = 0;
   std::array<std::size_t, 2> parameters{};
 };
-constexpr std::array<Spelling, 16> kFamilies = {{{"best"},
+constexpr std::array<Spelling, 17> kFamilies = {{{"best"},
                                                  {"hopper", 1, {0}},
                                                  {"regroup", 1, {0}},
                                                  {"dense", 1, {0}},
@@ -32,6 +32,7 @@ constexpr std::array<Spelling, 16> kFamilies = {{{"best"},
                                                  {"portable"},
                                                  {"simple"},
                                                  {"small", 2, {0, 3}},
+                                                 {"cublas"},
                                                  {"rows", 1, {3}},
                                                  {"lanes", 1, {3}},
                                                  {"few"}}};

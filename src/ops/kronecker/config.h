@@ -29,6 +29,7 @@ enum class Family : std::uint8_t {
   portable,
   simple,
   small,
+  cublas,
   rows,
   lanes,
   few

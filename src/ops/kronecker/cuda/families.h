@@ -93,6 +93,12 @@ std::vector<Config> configs();
 extern const Functions<Problem> kProduct;
 }  // namespace small
 
+/// 16-bit types with d = 1, where cuBLASLt is installed: a batch of dense products, as the operands lie. A bias only
+/// with one block, batch first.
+namespace cublas {
+extern const Functions<Problem> kProduct;
+}  // namespace cublas
+
 /// Exact fp32 in large tiles on FFMA (sm_80 and later): operands as they lie, or regrouped (`ieee_regroup`).
 namespace ieee {
 extern const Functions<Problem> kProduct;

@@ -1,0 +1,65 @@
+// Products with d = 1 by cuBLASLt: how they are written as a batch of dense products, and their cost.
+#include "runtime/cublas.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "ops/kronecker/cuda/families.h"
+#include "runtime/cost.h"
+
+namespace fretwork::kronecker::cublas {
+namespace {
+
+namespace library = fretwork::cublas;
+
+/// A matrix of `rows` × `cols` with these strides, blocks `batch` apart; nothing where neither stride is 1.
+std::optional<library::Matrix> matrix(void* data, std::int64_t rows, std::int64_t row, std::int64_t cols,
+                                      std::int64_t col, std::int64_t batch) {
+  if (row == 1 || rows == 1) {
+    return library::Matrix{data, cols > 1 ? col : std::max(col, rows), batch, false};
+  }
+  if (col == 1 || cols == 1) {
+    return library::Matrix{data, rows > 1 ? row : std::max(row, cols), batch, true};
+  }
+  return std::nullopt;
+}
+
+/// y of a block as features × batch if features are neighbours, else as batch × features.
+std::optional<library::Product> product_of(const Problem& p) {
+  const auto& [a, b, c, d] = p.sizes;
+  const bool first = p.y.feature == 1;
+  const auto x = first ? matrix(p.x.data, c, p.x.feature, p.batch, p.x.batch, c * p.x.feature)
+                       : matrix(p.x.data, p.batch, p.x.batch, c, p.x.feature, c * p.x.feature);
+  const auto w = first ? matrix(p.w.data, b, p.w.b, c, p.w.c, p.w.a) : matrix(p.w.data, c, p.w.c, b, p.w.b, p.w.a);
+  const auto y = first ? matrix(p.y.data, b, p.y.feature, p.batch, p.y.batch, b * p.y.feature)
+                       : matrix(p.y.data, p.batch, p.y.batch, b, p.y.feature, b * p.y.feature);
+  const bool bias = p.bias.data == nullptr || (first && a == 1 && (b == 1 || p.bias.stride == 1));
+  if (d != 1 || !x || !w || !y || !bias || p.activation != Activation::none) {
+    return std::nullopt;
+  }
+  return first ? library::Product{p.dtype, b, p.batch, c, a, *w, *x, *y, p.bias.data}
+               : library::Product{p.dtype, p.batch, b, c, a, *x, *w, *y, nullptr};
+}
+
+bool fits(const Problem& p, const Config& /*config*/, const Machine& machine) {
+  const auto product = product_of(p);
+  const bool plans = machine.device < 0;  // for a GPU that is not here, with the library
+  return product && machine.number >= 80 && (plans || library::fits(*product, machine.device));
+}
+
+double cost(const Problem& p, const Config& /*config*/, const Machine& machine) {
+  const auto& [a, b, c, d] = p.sizes;
+  const double scale = cost::kMultiprocessors / machine.multiprocessors;
+  const cost::Work work{.memory = moved_bytes(p) / cost::kMemory * scale,
+                        .busiest = 2.0 * double(a * b * c * p.batch) / 6e8 * scale,
+                        .serial = 2.0};
+  return work.without_launches();
+}
+
+void launch(const Problem& p, const Config& /*config*/, Context& context) { library::run(*product_of(p), context); }
+
+}  // namespace
+
+constinit const Functions<Problem> kProduct{fits, cost, launch};
+
+}  // namespace fretwork::kronecker::cublas

@@ -44,7 +44,7 @@ std::string text(const Case& c) {
 }
 
 /// cuBLAS where d is 1.
-const std::vector<Family> kTested{Family::small, Family::cublas};
+constexpr std::initializer_list<Family> kTested = {Family::small, Family::cublas};
 
 class Small : public testing::Test {
  protected:

@@ -152,32 +152,65 @@ bool fits(const Problem& p, const Config& config, const Machine& machine) {
          tile.shared_bytes() <= machine.shared;
 }
 
-/// µs. Rates are those of the small tiles of block products: an SM moves so many bytes of operands in a µs, a CTA alone
-/// waits for memory in each turn of its ring, and has a beginning and an end.
+/// Fitted to some 6,000 random products on every tile (bench/results/h200/kronecker_candidates.json has a sample).
+/// Bytes of operands that an SM moves in a µs; µs at the end of a CTA, and of each turn of its ring.
+struct Rates {
+  double bytes, end, turn;
+};
+constexpr Rates kRates[] = {{69e3, 0.80, 0},    {74e3, 0.37, 0.30}, {82e3, 0.34, 0.35},
+                            {69e3, 0.29, 0.29}, {64e3, 0.36, 0.40}, {51e3, 0.27, 0.43}};
+static_assert(std::size(kRates) == std::size(kTiles));
+
+/// How much slower operands of so many δ are moved than those of one, and how much longer a turn takes.
+struct Slower {
+  double bytes, turn;
+};
+Slower slower_with(int deltas) {
+  switch (deltas) {
+    case 1:
+      return {1, 1};
+    case 2:
+      return {0.85, 1.05};
+    case 4:
+      return {1.14, 0.87};
+    case 8:
+    case 12:
+      return {1.69, 1.54};
+    default:
+      return {1.38, 1.22};
+  }
+}
+
+/// µs.
 double cost(const Problem& p, const Config& config, const Machine& machine) {
-  constexpr double kBytes = 48e3, kL2 = 8e6, kStart = 1.0, kEnd = 0.6, kSums = 1e5;
+  constexpr double kAlone = 159e3, kL2 = 6.9e6, kSums = 2.85e4, kMemory = 2.86e6;   // bytes per µs
+  constexpr double kRamp = 2.8, kRampBytes = 2e6, kOverlap = 0.42, kEarlier = 0.8;  // than other kernels
   const std::size_t number = tile_of(config);
+  const auto& [rate, end_of_cta, turn] = kRates[number];
   const Tile tile{kTiles[number].rows, kTiles[number].cols, deltas_of(p.sizes.d)};
   const Reading weights = *weights_reading(p), x = *x_reading(p);
   const int access = std::min(weights.access, x.access);
-  const double slower = (access == 16 ? 1 : access == 4 ? 1.3 : 2.4) * (weights.way == kTurned ? 1.5 : 1);
+  const auto [slower_bytes, slower_turn] = slower_with(tile.deltas);
+  const double slower = (access == 16  ? 1
+                         : access == 4 ? 2.0
+                                       : 3.4) *
+                        (weights.way == kTurned ? 1.2 : 1) * (x.way == kColumns ? 1.06 : 1);
   // Of eight δ out of more, half of each sector is another CTA's.
-  const double sectors = p.sizes.d > tile.deltas && p.x.feature == 1 ? 1.5 : 1;
+  const double sectors = p.sizes.d > tile.deltas && p.x.feature == 1 ? 2.7 : 1;
+  const double lines = tile.deltas == 8 && x.way == kColumns ? 1.46 : 1;
   const auto rows = double(std::min<std::int64_t>(tile.rows, p.sizes.b));
   const auto cols = double(std::min<std::int64_t>(tile.cols, p.batch));
-  const double ctas = double(ctas_of(p, tile)), depth = depth_of(tile.deltas);
-  const double turns = std::ceil(std::ceil(double(p.sizes.c) / depth) / tile.teams());
+  const double ctas = double(ctas_of(p, tile)), sms = machine.multiprocessors, scale = cost::kMultiprocessors / sms;
+  const double turns = std::ceil(std::ceil(double(p.sizes.c) / depth_of(tile.deltas)) / tile.teams());
   const double bytes = double(p.sizes.c) * (rows + cols) * tile.deltas * kElement * sectors;  // of a CTA
-  const double end = kEnd + 4.0 * tile.rows * tile.cols * tile.deltas * tile.teams() / kSums;
-  const double busy =
-      ctas / machine.multiprocessors * bytes / kBytes * slower + std::ceil(ctas / machine.multiprocessors) * end;
-  const double chain = (0.2 + 0.5 / (tile.stages() - 1)) * slower;
-  const double alone = kStart + end + std::max(turns * chain, bytes / kBytes);
-  const double scale = cost::kMultiprocessors / machine.multiprocessors;
-  const cost::Work work{.memory = moved_bytes(p) / cost::kMemory * scale,
+  const double end = end_of_cta + 4.0 * tile.rows * tile.cols * tile.deltas * tile.teams() / kSums;
+  const double busy = ctas / sms * bytes / rate * slower * slower_bytes * lines + std::ceil(ctas / sms) * end;
+  const double alone = end + turns * turn * slower * slower_turn + bytes / kAlone * slower * slower_bytes;
+  const double moved = moved_bytes(p);
+  const cost::Work work{.memory = moved / kMemory * scale + kRamp * (1 - std::exp(-moved / kRampBytes)),
                         .l2 = ctas * bytes / kL2 * scale,
                         .busiest = std::max(busy, alone),
-                        .serial = 0.15 * std::min(busy, alone)};
+                        .serial = kOverlap * std::min(busy, alone) - kEarlier};
   return work.without_launches();
 }
 

@@ -36,7 +36,8 @@ std::optional<library::Product> product_of(const Problem& p) {
   const auto y = first ? matrix(p.y.data, b, p.y.feature, p.batch, p.y.batch, b * p.y.feature)
                        : matrix(p.y.data, p.batch, p.y.batch, b, p.y.feature, b * p.y.feature);
   const bool bias = p.bias.data == nullptr || (first && a == 1 && (b == 1 || p.bias.stride == 1));
-  if (d != 1 || !x || !w || !y || !bias || p.activation != Activation::none) {
+  const bool type = p.dtype == DType::f16 || p.dtype == DType::bf16;
+  if (d != 1 || !type || !x || !w || !y || !bias || p.activation != Activation::none) {
     return std::nullopt;
   }
   return first ? library::Product{p.dtype, b, p.batch, c, a, *w, *x, *y, p.bias.data}

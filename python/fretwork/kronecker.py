@@ -42,8 +42,8 @@ def ksmm(
 
     y[…, (i, j, l)] = Σ_k w[i, j, k, l]·x[…, (i, k, l)]. x is (…, a·c·d) and y (…, a·b·d); with `bs_last` features come
     first, (a·c·d, …) and (a·b·d, …). `activation` is None, "relu", "gelu" (with erf) or "silu". `algo` is "kernel", the
-    library's own, one of torch's ways "bmm", "bsr", "einsum", "dense", "sparse", or "auto", which is never one that is
-    known to be slower than "kernel". `precision` as for `sdd`.
+    library's own (with d = 1 on a GPU that may be a product by cuBLAS), one of torch's ways "bmm", "bsr", "einsum",
+    "dense", "sparse", or "auto", which is never one that is known to be slower than "kernel". `precision` as for `sdd`.
 
     A factorisation is not always a gain: a dense fp16 matrix below about 368 × 368 takes a GPU no longer than reading x
     and writing y, which every factor does as well. There `torch.nn.Linear` is the faster layer, whatever the algo.

@@ -45,6 +45,10 @@ __device__ __forceinline__ void store_shared_32(u32 address, u32 word) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
 }
 
+__device__ __forceinline__ void load_shared_64(u32& first, u32& second, u32 address) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(first), "=r"(second) : "r"(address));
+}
+
 /// 16 bytes, `address` being a multiple of that. Not moved across other accesses.
 __device__ __forceinline__ void load_shared_128(u32 (&words)[4], u32 address) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

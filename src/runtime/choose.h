@@ -22,6 +22,7 @@ struct Machine {
   int multiprocessors = 0;
   int shared = 0;                         ///< bytes of shared memory that a CTA may ask for
   Precision precision = Precision::ieee;  ///< of fp32 products
+  int device = -1;                        ///< its index; −1 for plans without a GPU
 };
 Machine machine_of(const Context& context);
 /// A usual GPU of that architecture, for plans without one.

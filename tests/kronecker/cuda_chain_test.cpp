@@ -39,15 +39,15 @@ TEST(ChainPlan, FusesMonarchs) {
 TEST(ChainPlan, SaysWhatRunsAlone) {
   const std::vector<KroneckerPtr> square = monarch(4096, 4096, 64, 64);
   EXPECT_EQ(kronecker::plan(square, "sm_90a", DType::f32), (Lines{"0: fp32", "1: fp32"}));
-  EXPECT_EQ(kronecker::plan(square, "sm_90a", DType::f16, true), (Lines{"0: hopper", "1: hopper"}));
-  EXPECT_EQ(kronecker::plan(square, "sm_80"), (Lines{"0: portable", "1: strided"}));
+  EXPECT_EQ(kronecker::plan(square, "sm_90a", DType::f16, true), (Lines{"0: cublas", "1: hopper"}));
+  EXPECT_EQ(kronecker::plan(square, "sm_80"), (Lines{"0: cublas", "1: strided"}));
   EXPECT_EQ(kronecker::plan(square, "cpu"), (Lines{"0: cpu", "1: cpu"}));
-  EXPECT_EQ(kronecker::plan(monarch(12, 20, 3, 5), "sm_90a"), (Lines{"0: simple", "1: strided"}));
+  EXPECT_EQ(kronecker::plan(monarch(12, 20, 3, 5), "sm_90a"), (Lines{"0: cublas", "1: small"}));
   EXPECT_EQ(kronecker::plan(square, "sm_90a", DType::f64), (Lines{"0: simple", "1: simple"}));
-  EXPECT_EQ(plan({{1, 64, 64, 3}}, "sm_90a"), Lines{"0: dense"});
-  EXPECT_EQ(plan({{1, 64, 64, 3}}, "sm_80"), Lines{"0: simple"});
+  EXPECT_EQ(plan({{1, 64, 64, 3}}, "sm_90a"), Lines{"0: small"});
+  EXPECT_EQ(plan({{1, 64, 64, 3}}, "sm_80"), Lines{"0: small"});
   EXPECT_EQ(plan({{1, 64, 64, 9}}, "sm_90a"), Lines{"0: simple"});
-  EXPECT_EQ(plan({{2, 20, 20, 1}}, "sm_90a"), Lines{"0: portable"});
+  EXPECT_EQ(plan({{2, 20, 20, 1}}, "sm_90a"), Lines{"0: cublas"});
   EXPECT_EQ(kronecker::plan({}, "cpu"), Lines{});
 }
 
@@ -56,9 +56,9 @@ TEST(ChainPlan, LooksAtAFewRows) {
     return plan({s}, "sm_90a", DType::f16, false, batch).front();
   };
   EXPECT_EQ(plan_one({1, 64, 64, 4}, 16), "0: direct");
-  EXPECT_EQ(plan_one({1, 64, 64, 6}, 16), "0: few");
-  EXPECT_EQ(plan_one({1, 64, 64, 3}, 1), "0: few");
-  EXPECT_EQ(plan_one({1, 64, 64, 3}, 33), "0: dense");
+  EXPECT_EQ(plan_one({1, 64, 64, 6}, 16), "0: small");
+  EXPECT_EQ(plan_one({1, 64, 64, 3}, 1), "0: small");
+  EXPECT_EQ(plan_one({1, 64, 64, 3}, 33), "0: small");
   EXPECT_EQ(plan_one({1, 256, 256, 16}, 4096), "0: cluster");
   EXPECT_EQ(error_of([&] { plan_one({1, 64, 64, 4}, -1); }), "plan: batch: expected at least 0, got -1");
   EXPECT_EQ(error_of([&] { plan_one({1, 0, 64, 4}, 1); }), "KroneckerPattern: b: expected at least 1, got 0");
@@ -79,7 +79,7 @@ TEST(ChainPlan, FusesNoFewRows) {
 TEST(ChainPlan, LooksAtEveryPair) {
   std::vector<KroneckerPtr> three = monarch(4096, 4096, 64, 64);
   three.insert(three.begin(), KroneckerPattern::make({1, 4096, 32, 1}));
-  EXPECT_EQ(kronecker::plan(three, "sm_90a"), (Lines{"0: hopper", "1+2: fused, clusters of 8, 16 rows"}));
+  EXPECT_EQ(kronecker::plan(three, "sm_90a"), (Lines{"0: cublas", "1+2: fused, clusters of 8, 16 rows"}));
 }
 
 TEST(ChainPlan, RefusesUnknownTargets) {

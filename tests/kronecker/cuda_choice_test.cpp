@@ -22,14 +22,14 @@ namespace driver = fretwork::cuda;
 TEST(Config, IsItsText) {
   for (const char* const text :
        {"best", "hopper:128", "regroup:64", "dense:256", "interleaved:64", "ieee", "ieee_regroup", "strided:16x4",
-        "cluster", "portable", "simple", "rows:256", "lanes:192", "few", "direct"}) {
+        "cluster", "portable", "simple", "small:64x16", "rows:256", "lanes:192", "few", "direct"}) {
     const auto choice = parse_config(text);
     ASSERT_TRUE(choice) << text;
     EXPECT_EQ(text_of(*choice), text);
   }
   for (const char* const text :
        {"", "frob", "hopper", "hopper:", "hopper:x", "hopper:0", "hopper:-64", "hopper:64x2", "strided:16",
-        "strided:16x", "cluster:2x4", "simple:1", "rows:1.5", " best", "rows:99999999999"}) {
+        "strided:16x", "cluster:2x4", "simple:1", "small:64", "rows:1.5", " best", "rows:99999999999"}) {
     EXPECT_FALSE(parse_config(text)) << text;
   }
 }
@@ -278,7 +278,7 @@ TEST(CudaChoices, AllGiveTheSame) {
   if (driver::kernel_arch(0) == "sm_90a") {
     using enum Family;
     EXPECT_EQ(seen, (std::set{hopper, regroup, dense, interleaved, strided, cluster, direct, ieee, ieee_regroup,
-                              portable, simple, few}));
+                              portable, simple, small, few}));
   }
 }
 

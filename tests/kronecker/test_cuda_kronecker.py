@@ -100,6 +100,21 @@ def test_graphs_wait_for_packed_weights(pattern, bs_last):
     assert different.item() == 0
 
 
+@pytest.mark.parametrize("pattern", [(4, 136, 152, 1), (1, 520, 264, 1), (2, 24, 40, 3)], ids=str)
+@both_layouts
+def test_a_first_call_can_be_captured(pattern, bs_last):
+    """Kernels, ours and cuBLAS's, are loaded while a graph is captured."""
+    x, w, _ = (t.detach() for t in operands((pattern, 4104, torch.float16, None), bs_last))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fw.ksmm(x, w, bs_last)
+    x.normal_()
+    graph.replay()
+    dense = fw.kronecker.to_dense(w).double()
+    exact = dense @ x.double() if bs_last else x.double() @ dense.T
+    torch.testing.assert_close(out.double(), exact, rtol=2e-3, atol=2e-3)
+
+
 MANY_BATCHES = """
 import json, os, random, sys, torch, fretwork as fw
 pattern, dtype, precision, bs_last = json.loads(sys.argv[1])

@@ -143,10 +143,10 @@ def test_plan():
     patterns = fw.kronecker.monarch(4096, 4096, 64, 64)
     layer = fw.nn.KSLinear(patterns, dtype=torch.bfloat16, device="meta")
     assert layer.plan("sm_90a") == "0+1: fused, clusters of 8, 16 rows"
-    assert layer.plan("sm_80") == "0: portable\n1: strided"
+    assert layer.plan("sm_80") == "0: cublas\n1: strided"
     assert layer.plan() == "0: cpu\n1: cpu"
     last = fw.nn.KSLinear(patterns, dtype=torch.bfloat16, device="meta", bs_last=True)
-    assert last.plan("sm_90a") == "0: hopper\n1: hopper"
+    assert last.plan("sm_90a") == "0: cublas\n1: hopper"
     assert fw.nn.KSLinear(patterns, algo="einsum", device="meta").plan("sm_90a") == "0: einsum\n1: einsum"
     with pytest.raises(ValueError, match=r"^plan: arch: expected cpu, a GPU such as cuda:0, or an arch.*, got tpu"):
         layer.plan("tpu")
@@ -159,7 +159,7 @@ def test_plan():
     ):
         one, four = (fw.nn.KSLinear([(1, 64, 64, d)], dtype=dtype, device="meta") for d in (1, 4))
         assert [f.plan("sm_75", n) for n in (16, 4096) for f in (one, four)] == [f"0: {plan}" for plan in plans]
-    assert [factor.plan("sm_90a", batch) for batch in (1, 4096)] == ["0: direct", "0: dense"]
+    assert [factor.plan("sm_90a", batch) for batch in (1, 4096)] == ["0: direct", "0: small"]
     assert layer.plan("sm_90a", 32) == "0: direct\n1: direct" and "fused" in layer.plan("sm_90a", 33)
     with pytest.raises(ValueError, match=r"^plan: batch: expected at least 0, got -1"):
         factor.plan("sm_90a", -1)

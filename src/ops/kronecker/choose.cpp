@@ -33,6 +33,10 @@ const Functions<Problem>& functions_of(Family family, const Problem& /*problem*/
       return direct::kProduct;
     case Family::few:
       return few::kProduct;
+    case Family::small:
+      return small::kProduct;
+    case Family::cublas:
+      return cublas::kProduct;
     default:
       return generic::kProduct;
   }
@@ -57,7 +61,7 @@ const Functions<WeightProblem>& functions_of(Family family, const WeightProblem&
 
 /// Every config that there is a kernel for. `cluster` is among those of `strided`.
 std::vector<Config> all_configs(const Problem& problem, const Machine& machine) {
-  std::vector<Config> list{{Family::direct}, {Family::few}, {Family::ieee}, {Family::ieee_regroup}};
+  std::vector<Config> list{{Family::direct}, {Family::few}, {Family::cublas}, {Family::ieee}, {Family::ieee_regroup}};
   for (const Family family : {Family::hopper, Family::dense, Family::interleaved, Family::regroup}) {
     for (const int width : hopper::widths()) {
       list.push_back({family, width});
@@ -65,6 +69,8 @@ std::vector<Config> all_configs(const Problem& problem, const Machine& machine) 
   }
   const std::vector<Config> strided = strided::configs(problem.dtype, machine.precision);
   list.insert(list.end(), strided.begin(), strided.end());
+  const std::vector<Config> small = small::configs();
+  list.insert(list.end(), small.begin(), small.end());
   list.insert(list.end(), {{Family::portable}, {Family::simple}});
   return list;
 }

@@ -19,7 +19,7 @@ struct Spelling {
   int numbers = 0;
   std::array<std::size_t, 2> parameters{};
 };
-constexpr std::array<Spelling, 15> kFamilies = {{{"best"},
+constexpr std::array<Spelling, 17> kFamilies = {{{"best"},
                                                  {"hopper", 1, {0}},
                                                  {"regroup", 1, {0}},
                                                  {"dense", 1, {0}},
@@ -31,6 +31,8 @@ constexpr std::array<Spelling, 15> kFamilies = {{{"best"},
                                                  {"ieee_regroup"},
                                                  {"portable"},
                                                  {"simple"},
+                                                 {"small", 2, {0, 3}},
+                                                 {"cublas"},
                                                  {"rows", 1, {3}},
                                                  {"lanes", 1, {3}},
                                                  {"few"}}};

@@ -28,13 +28,16 @@ enum class Family : std::uint8_t {
   ieee_regroup,
   portable,
   simple,
+  small,
+  cublas,
   rows,
   lanes,
   few
 };
 
 /// A way to run a product: "best", "hopper:128" (a tile's columns), "strided:16x4" (neighbouring δ, warps along the
-/// batch), "cluster", "rows:256" and "lanes:192" (batch rows that a thread takes at a time), "few", "direct".
+/// batch), "small:64x16" (outputs and batch rows of a tile), "cluster", "rows:256" and "lanes:192" (batch rows that a
+/// thread takes at a time), "few", "direct".
 struct Config {
   Family family = Family::best;
   int first = 0, second = 0;

@@ -85,6 +85,20 @@ inline constexpr std::int64_t kMostRows = 256;
 extern const Functions<Problem> kProduct;
 }  // namespace direct
 
+/// Small and middle batches of 16-bit types, on tensor cores of sm_80 and later: all δ of a problem, up to 8 or 12, or
+/// any multiple of 8, in small tiles of operands as they lie, in one pass. `first` outputs × `second` batch rows of a
+/// tile.
+namespace small {
+std::vector<Config> configs();
+extern const Functions<Problem> kProduct;
+}  // namespace small
+
+/// 16-bit types with d = 1, where cuBLASLt is installed: a batch of dense products, as the operands lie. A bias only
+/// with one block, batch first.
+namespace cublas {
+extern const Functions<Problem> kProduct;
+}  // namespace cublas
+
 /// Exact fp32 in large tiles on FFMA (sm_80 and later): operands as they lie, or regrouped (`ieee_regroup`).
 namespace ieee {
 extern const Functions<Problem> kProduct;

@@ -178,6 +178,94 @@ struct Params {
 }  // namespace fretwork::kronecker::direct
 
 // ----------------------------------------------------------------------------------------------------
+// Parameters and tile sizes of the small tiles for any δ.
+
+namespace fretwork::kronecker::small {
+
+/// How an operand lies in memory and in a stage: lines are rows of the products and run along (k, δ); or lines are k
+/// and run along (row, δ); or lines are (k, δ) and run along rows. Rows are outputs, or those of the batch.
+enum Way { kRuns, kTurned, kColumns };
+
+/// All δ of a problem are in a tile, so many, or eight neighbours of them.
+inline constexpr int kDeltaCounts[] = {1, 2, 3, 4, 5, 6, 7, 8, 12};
+/// Neighbouring k that a lane reads together, with all δ of the tile: 16 bytes, or else an odd multiple of 8.
+constexpr int unit_of(int deltas) {
+  return 8 % deltas == 0 ? 8 / deltas : deltas % 2 != 0 ? 4 : deltas % 4 != 0 ? 2 : 1;
+}
+/// k of a stage, and of what a lane's units make: one mma, or two.
+constexpr int depth_of(int deltas) { return deltas == 1 ? 64 : deltas <= 3 ? 32 : 16; }
+constexpr int step_of(int deltas) { return deltas == 1 ? 32 : 16; }
+/// Bytes of a line that runs along (k, δ): lanes of a load meet different banks, by permuted chunks where a unit is 16
+/// bytes, else by an odd number of 32 bytes.
+constexpr int pitch_of(int deltas) {
+  const int bytes = 2 * depth_of(deltas) * deltas;
+  return 8 % deltas == 0 || bytes / 32 % 2 != 0 ? bytes : bytes + 32;
+}
+/// Bytes of `rows` rows of an operand in a stage.
+constexpr int panel_bytes(Way way, int deltas, int rows) {
+  const int depth = depth_of(deltas);
+  return way == kRuns     ? rows * pitch_of(deltas)
+         : way == kTurned ? depth * (2 * rows * deltas + 16)
+                          : depth * deltas * 2 * rows;
+}
+
+/// `rows` outputs × `cols` rows of the batch, of all its δ. A warp has warp_rows() × warp_cols() of it, the warps that
+/// cover it are a team, and teams share K.
+struct Tile {
+  int rows, cols, deltas;
+
+  constexpr int warp_rows() const { return deltas <= 2 && rows >= 64 ? 32 : 16; }
+  constexpr int warp_cols() const { return deltas <= 4 && cols >= 32 ? 32 : 16; }
+  constexpr int team_warps() const { return rows / warp_rows() * (cols / warp_cols()); }
+  constexpr int warps() const {
+    const int wanted = rows * cols == 256 && deltas <= 8 ? 8 : 4;
+    return wanted < team_warps() ? team_warps() : wanted;
+  }
+  constexpr int teams() const { return warps() / team_warps(); }
+  constexpr int stage_bytes() const {
+    return panel_bytes(kRuns, deltas, rows) + panel_bytes(kRuns, deltas, cols) + 16 * depth_of(deltas);
+  }
+  /// What hides the latency of memory where there are few CTAs.
+  constexpr int stages() const {
+    const int fit = 72 * 1024 / (teams() * stage_bytes());
+    return fit < 3 ? 3 : fit < 6 ? fit : 6;
+  }
+  constexpr int ring_bytes() const { return teams() * stages() * stage_bytes(); }
+  /// Floats of a team's sums, in lines with room between them.
+  constexpr int sums(bool last) const { return last ? rows * deltas * (cols + 4) : cols * (rows * deltas + 4); }
+  constexpr int shared_bytes() const {
+    const int most = 4 * teams() * (sums(true) > sums(false) ? sums(true) : sums(false));
+    return most > ring_bytes() ? most : ring_bytes();
+  }
+  /// CTAs on an SM with so much shared memory that registers are limited for.
+  constexpr int ctas(int shared) const {
+    const int sums = warp_rows() * warp_cols() / 32 * deltas;
+    const int needed = sums <= 32 ? 120 : sums <= 64 ? 168 : 240;
+    const int by_shared = shared / (shared_bytes() + 1024), by_registers = 65536 / (32 * warps() * needed);
+    const int both = by_shared < by_registers ? by_shared : by_registers;
+    return both < 1 ? 1 : both;
+  }
+};
+struct TileSize {
+  int rows, cols;
+};
+inline constexpr TileSize kTiles[] = {{16, 16}, {64, 16}, {16, 64}, {32, 32}, {64, 32}, {64, 64}};
+
+struct Params {
+  const void *x, *w, *bias;
+  void* y;
+  long long x_batch, x_feature, y_batch, y_feature, w_a, w_b, w_c, bias_stride;
+  int batch, b, c, d;
+  Divisor slices, n_tiles, j_tiles;  ///< of δ, of the batch, of outputs
+  int w_access, x_access;            ///< bytes that can be copied at a time: 16, 4 or 2
+  int activation;
+  bool last;    ///< the result is stored along the batch
+  bool vector;  ///< 16 bytes at a time
+};
+
+}  // namespace fretwork::kronecker::small
+
+// ----------------------------------------------------------------------------------------------------
 // Parameters of the exact fp32 kernels.
 
 namespace fretwork::kronecker::ieee {

@@ -30,16 +30,18 @@ struct BackwardShared {
   static constexpr bool kTokens = false, kScored = false;
 };
 /// Of kernels with options. Registers have no room for two steps.
-template <int kDepth, int kValues, bool kKeys, unsigned kScore>
+template <int kDepth, int kValues, bool kKeys, unsigned kOptions>
 struct alignas(512) ScoredBackwardShared
     : BackwardShared<kDepth, kValues> {
   using Base = BackwardShared<kDepth, kValues>;
-  static constexpr bool kAhead = false, kScored = true, kTokens = !kKeys && ScoreKind<kScore>::kTokens;
+  static constexpr bool kAhead = false, kScored = true, kTokens = !kKeys && ScoreKind<kOptions>::kTokens;
+  static constexpr unsigned kScore = kOptions;
   union {
     alignas(16) float rest[Base::kStages][kStream];  ///< keys: of the columns, as in ScoreStats
     int tokens[Base::kStages][kStream];              ///< queries: of the columns
   };
-  int4 whose[Base::kStages];  ///< keys: batch, head and tile of the columns
+  ScoreHead heads[Base::kStages];  ///< keys: of the columns
+  int tiles[Base::kStages];        ///< keys: which they are
 };
 template <int kDepth, int kValues, bool kKeys>
 struct ScoredBackwardShared<kDepth, kValues, kKeys, 0> : BackwardShared<kDepth, kValues> {};
@@ -153,8 +155,8 @@ __device__ __forceinline__ void fetch_rows(const BackwardParams& p, BackwardShar
 }
 
 /// A thread of another warp the columns of each step.
-template <bool kKeys, bool kSeen, bool kSplit, typename S>
-__device__ __forceinline__ void fetch_cols(const BackwardParams& p, S& shared, u32 cols) {
+template <bool kKeys, bool kSeen, bool kSplit, typename Params, typename S>
+__device__ __forceinline__ void fetch_cols(const Params& p, S& shared, u32 cols) {
   const Walk& walk = p.walk;
   Producer<S::kStages> at;
   walk_steps<kKeys, kSplit>(p, [&](int batch, int head, int r, int tile) {
@@ -165,7 +167,10 @@ __device__ __forceinline__ void fetch_cols(const BackwardParams& p, S& shared, u
     shared.steps[at.stage] = mask_of(walk, r);
     shared.used[at.stage] = used_of<!kKeys>(walk, batch, tile);
     if constexpr (S::kScored) {
-      shared.whose[at.stage] = {batch, head, tile, 0};
+      if constexpr (kKeys) {
+        shared.heads[at.stage] = score_head<S::kScore>(p.more, batch, head);
+        shared.tiles[at.stage] = tile;
+      }
     }
     mbarrier::arrive_expect(full, (S::kHalves + S::kValueHalves) * 128 * walk.col_places + (S::kTokens ? kStream * 4 : 0));
     if constexpr (S::kTokens) {
@@ -337,8 +342,8 @@ __device__ __forceinline__ void make_barriers(const BackwardParams& p, S& shared
   begin_backward(p);
 }
 /// The roles of the warpgroup that fetches, a warp for each.
-template <bool kKeys, bool kSeen, bool kSplit, typename S>
-__device__ __forceinline__ void fetch_all(const BackwardParams& p, S& shared, u32 rows, u32 cols) {
+template <bool kKeys, bool kSeen, bool kSplit, typename Params, typename S>
+__device__ __forceinline__ void fetch_all(const Params& p, S& shared, u32 rows, u32 cols) {
   if (threadIdx.x < 32) {
     fetch_rows<kKeys, kSeen, kSplit>(p, shared, rows);
   } else if (threadIdx.x == 32) {
@@ -355,21 +360,23 @@ __device__ __forceinline__ float kept_factor(const ScoredBackwardParams& p) { re
 __device__ __forceinline__ float kept_factor(const ScoredFiveProductParams& p) { return p.more.score.kept; }
 
 /// With options: what a step's products become where rows are keys. s: P, without what is dropped. If dS cannot wait
-/// until P is on its way (kBoth), it takes dP's place. `query(n)` as ScoresByKey's.
-template <unsigned kScore, bool kPairs, typename Query>
-__device__ __forceinline__ void score_keys(const ScoreMore& more, ScoresByKey<kScore>& scores, float (&s)[kStream / 2],
-                                           float (&dp)[kStream / 2], Query query, int batch, int head,
-                                           const float (*stats)[kStream], const float (&rest)[kStream]) {
+/// until P is on its way (kBoth), it takes dP's place. `query` and `key` as ScoresByKey's.
+template <unsigned kScore, bool kForQueries, typename Query, typename Key>
+__device__ __forceinline__ void score_keys(const ScoreMore& more, ScoresByKey<kScore, kForQueries>& scores,
+                                           const ScoreHead& head, float (&s)[kStream / 2], float (&dp)[kStream / 2],
+                                           Query query, Key key, const float (*stats)[kStream],
+                                           const float (&rest)[kStream]) {
   using K = ScoreKind<kScore>;
   const int shift = static_cast<int>(threadIdx.x) % 4 * 2;
-  scores.template apply<kPairs>(more, s, query, [&](int i, float score, float slope) {
+  scores.apply(more, head, s, query, key, [&](int i, float score, float slope) {
     const int col = i / 4 * 8 + i % 2 + shift;
     const float share = exp2_fast(exponent_of(score, stats[0][col], K::kRest ? rest[col] : 0.0f));
     s[i] = share;
     if constexpr (K::kBoth) {
       float gradient = dp[i];
       if constexpr (K::kDrops) {
-        const bool stays = keeps(more, drop_row(more, batch, head, query(col)), scores.key[i / 2 % 2]);
+        const int row = static_cast<int>(threadIdx.x) % 32 / 4 + i / 2 % 2 * 8;
+        const bool stays = keeps(more, random_row(head.drop, query(col)), key(row));
         gradient = stays ? gradient * more.score.kept : 0.0f;
         s[i] = stays ? share : 0.0f;
       }
@@ -505,10 +512,14 @@ struct BackwardKeys {
         }
       } else {
         int pending = -1;  // the stage that products in flight still read
-        ScoresByKey<kScore> scores;
+        ScoresByKey<kScore, false> scores;
+        const int* keys = nullptr;  // of the warp's rows
+        bool pairs = false;
         if constexpr (kScore != 0) {
-          scores.begin(p.more, own_token(p.walk, read_note(shared.items[items.stage]).w, warpgroup));
+          keys = p.walk.row_tokens + read_note(shared.items[items.stage]).w * kRows + warp_row;
+          pairs = p.more.bias_pairs != 0 && p.more.row_line != 0 && __ldg(keys) % 2 == 0 && __ldg(keys + 15) >= 0;
         }
+        const auto key = [&](int n) { return max(0, __ldg(keys + n)); };
 #pragma unroll 1
         for (int n = 0; n < steps; ++n, at.next()) {
           const u32 q = cols + at.stage * 2 * S::kColTile, d_o = q + S::kColTile;
@@ -527,13 +538,12 @@ struct BackwardKeys {
           }
           const auto query = [&](int col) {  // near: the warp that gathers statistics has read it
             if constexpr (kScore != 0) {
-              return max(0, __ldg(p.walk.col_tokens + shared.whose[at.stage].z * kStream + col));
+              return max(0, __ldg(p.walk.col_tokens + shared.tiles[at.stage] * kStream + col));
             }
             return 0;
           };
           if constexpr (kScore != 0) {
-            scores.head.begin(p.more, shared.whose[at.stage].x, shared.whose[at.stage].y);
-            scores.ask(p.more, query);
+            scores.ask(p.more, shared.heads[at.stage], query, key, pairs);
           }
           wgmma::fence();
           multiply_scores<T, kDepth, kStream>(s, k, S::kRowHalf, q, S::kColHalf);
@@ -546,18 +556,24 @@ struct BackwardKeys {
           const auto stat = [&](int which, int j) {
             return *reinterpret_cast<const float2*>(&shared.stats[at.stage][which][8 * j + lane % 4 * 2]);
           };
+          const auto cut = [&](float(&x)[kStream / 2]) {
+            cut_masked<kGeneral>(x, kind, shared.steps[at.stage], p.walk.bits, warp_row + lane / 4, 0.0f);
+          };
+          if constexpr (K::kCaps) {
+            cut(s);
+          }
           if constexpr (K::kBoth) {
             wgmma::wait<0>();
           }
           if constexpr (kScore != 0) {
-            score_keys<kScore, false>(p.more, scores, s, dp, query, shared.whose[at.stage].x, shared.whose[at.stage].y,
-                                      shared.stats[at.stage], shared.rest[at.stage]);
+            score_keys(p.more, scores, shared.heads[at.stage], s, dp, query, key, shared.stats[at.stage],
+                       shared.rest[at.stage]);
           } else {
             to_probabilities(s, p.scale_2, [&](int j) { return stat(0, j); });
           }
-          cut_masked<kGeneral>(s, kind, shared.steps[at.stage], p.walk.bits, warp_row + lane / 4, 0.0f);
+          cut(s);
           if constexpr (K::kBoth) {
-            cut_masked<kGeneral>(dp, kind, shared.steps[at.stage], p.walk.bits, warp_row + lane / 4, 0.0f);
+            cut(dp);
           }
           pack<T>(left, s);
           wgmma::fence();
@@ -772,6 +788,9 @@ struct BackwardQueries {
           pending = static_cast<int>(at.stage);
           u32 dropped = 0;
           if constexpr (kScore != 0) {
+            if constexpr (K::kCaps) {
+              cut_read<kGeneral>(s, mask, bits, p.walk.used, used, warp_row + lane / 4, 0.0f);
+            }
             scores.apply(p.more, s, tokens, [&](int i, float slope, int key) {
               s[i] = exp2_fast(exponent_of(s[i], stats[i / 2 % 2].x, K::kRest ? rest[i / 2 % 2] : 0.0f)) * slope;
               if constexpr (K::kDrops) {
@@ -784,14 +803,7 @@ struct BackwardQueries {
               s[i] = exp2_fast(s[i] * p.scale_2 - stats[i / 2 % 2].x);
             }
           }
-          if (kGeneral && mask.x >= 0) {
-            bits.cut(s, 0.0f);
-          } else if (mask.x == kBand) {
-            cut_band(s, mask, warp_row + lane / 4, 0.0f);
-          }
-          if (kGeneral && used >= 0) {
-            cut_columns(s, p.walk.used + used, 0.0f);
-          }
+          cut_read<kGeneral>(s, mask, bits, p.walk.used, used, warp_row + lane / 4, 0.0f);
           wgmma::wait<0>();
           if constexpr (K::kDrops) {
 #pragma unroll

@@ -37,11 +37,12 @@ struct FiveProductShared {
   static constexpr bool kScored = false;
 };
 /// Of kernels with options.
-template <int kColumns, unsigned kScore>
+template <int kColumns, unsigned kOptions>
 struct alignas(512) ScoredFiveProductShared {
   using Base = FiveProductShared<kColumns>;
   static constexpr FiveProductTiles kTiles = Base::kTiles;
   static constexpr bool kThird = Base::kThird, kApart = Base::kApart, kScored = true;
+  static constexpr unsigned kScore = kOptions;
   static constexpr int kHalves = Base::kHalves;
   static constexpr u32 kRowHalf = Base::kRowHalf, kRowTile = Base::kRowTile, kColHalf = Base::kColHalf,
                        kColTile = Base::kColTile, kScores = Base::kScores, kSums = Base::kSums,
@@ -56,7 +57,8 @@ struct alignas(512) ScoredFiveProductShared {
   RingBarriers<kTiles.scores> scores;
   RingBarriers<2> sums;
   int items[kTiles.items];
-  int2 whose[kTiles.queries];  ///< head and first query of a tile
+  ScoreHead heads[kTiles.queries];  ///< of tiles
+  int firsts[kTiles.queries];       ///< their first queries
   alignas(16) float stats[kTiles.queries][3][kStream];
 };
 template <int kColumns>
@@ -121,8 +123,8 @@ __device__ __forceinline__ void five_product_steps(const FiveProductParams& p, c
 }
 
 /// One thread takes items in their order and fetches their rows, queries and statistics.
-template <typename S>
-__device__ __forceinline__ void fetch_five_product(const FiveProductParams& p, S& shared, u32 rows) {
+template <typename Params, typename S>
+__device__ __forceinline__ void fetch_five_product(const Params& p, S& shared, u32 rows) {
   Producer<S::kTiles.queries> ring;
   fence_async_proxy_global();  // statistics were written by ordinary stores
   for (Producer<S::kTiles.items> items;; items.next()) {
@@ -142,7 +144,8 @@ __device__ __forceinline__ void fetch_five_product(const FiveProductParams& p, S
     five_product_steps(p, item, [&](const FiveProductTurn& turn) {
       const u32 filled = shared.queries.acquire(ring);
       if constexpr (S::kScored) {
-        shared.whose[ring.stage] = {turn.head, turn.col * kStream};
+        shared.heads[ring.stage] = score_head<S::kScore>(p.more, item.batch, turn.head);
+        shared.firsts[ring.stage] = turn.col * kStream;
       }
       mbarrier::arrive_expect(filled, (S::kApart ? 1 : 2) * S::kColTile + S::kStatsBytes);
       fetch<S::kHalves>(p.q, rows + S::kQueries + ring.stage * S::kColTile, S::kColHalf, filled,
@@ -316,19 +319,20 @@ __device__ __forceinline__ void multiply_keys(const FiveProductParamsOf<kScore>&
       hidden = hide_keys<S>(p, of.batch, of.tile * kRows + warpgroup * 64, k);
       join_cleared(1 + warpgroup);
     }
-    ScoresByKey<kScore> scores;
+    ScoresByKey<kScore, true> scores;
+    int key0 = 0;
+    if constexpr (K::kTokens) {
+      key0 = FiveProductItem(p, index).tile * kRows + warpgroup * 64 + warp_row;
+    }
+    const auto key = [&](int n) { return key0 + n; };
     const auto ask_bias = [&](u32 stage) {
       if constexpr (K::kTokens) {
-        scores.head.begin(p.more, FiveProductItem(p, index).batch, shared.whose[stage].x);
-        const int first = shared.whose[stage].y;
-        scores.template ask<0, true>(p.more, [&](int n) { return first + n; });
+        const int first = shared.firsts[stage];
+        scores.ask(p.more, shared.heads[stage], [&](int n) { return first + n; }, key, true);
       }
     };
     shared.queries.wait(ring);
-    if constexpr (K::kTokens) {
-      scores.begin(p.more, FiveProductItem(p, index).tile * kRows + warpgroup * 64 + warp_row + lane % 16);
-      ask_bias(ring.stage);
-    }
+    ask_bias(ring.stage);
     ask(at(ring.stage));
     wgmma::wait<0>();
     const FiveProductItem item(p, index);
@@ -348,28 +352,31 @@ __device__ __forceinline__ void multiply_keys(const FiveProductParamsOf<kScore>&
       wgmma::fence();
       multiply_scores<T, kColumns, kStream>(dp, v, S::kRowHalf, d_o, S::kColHalf);
       wgmma::commit();
+      const bool cut = kMasked && low > 1 - kRows;
+      const auto cut_all = [&](float(&x)[kStream / 2]) {
+        if (cut) {
+          cut_band(x, {kBand, low, kStream, kStream}, warpgroup * 64 + warp_row + lane / 4, 0.0f);
+        }
+        if (kPadded && hidden != 0) {
+          cut_keys(x, hidden);
+        }
+      };
+      if constexpr (K::kCaps) {
+        cut_all(s);
+      }
       if constexpr (K::kBoth) {
         wgmma::wait<0>();  // for dP
       }
       if constexpr (kScore != 0) {
-        const int2 whose = shared.whose[stage];
-        score_keys<kScore, true>(p.more, scores, s, dp, [&](int col) { return whose.y + col; }, item.batch, whose.x,
-                                 shared.stats[stage], shared.stats[stage][2]);
+        const int first = shared.firsts[stage];
+        score_keys(p.more, scores, shared.heads[stage], s, dp, [&](int n) { return first + n; }, key,
+                   shared.stats[stage], shared.stats[stage][2]);
       } else {
         to_probabilities(s, p.scale_2, [&](int j) { return stat(0, j); });
       }
-      const bool cut = kMasked && low > 1 - kRows;
-      if (cut) {
-        cut_band(s, {kBand, low, kStream, kStream}, warpgroup * 64 + warp_row + lane / 4, 0.0f);
-        if constexpr (K::kBoth) {
-          cut_band(dp, {kBand, low, kStream, kStream}, warpgroup * 64 + warp_row + lane / 4, 0.0f);
-        }
-      }
-      if (kPadded && hidden != 0) {
-        cut_keys(s, hidden);
-        if constexpr (K::kBoth) {
-          cut_keys(dp, hidden);
-        }
+      cut_all(s);
+      if constexpr (K::kBoth) {
+        cut_all(dp);
       }
       if constexpr (kMasked) {
         low += (n - 1) % steps == 0 ? (1 - steps) * kStream : kStream;

@@ -486,6 +486,9 @@ struct Forward {
           }
           u32 dropped[kCols / 64] = {};
           if constexpr (kScore != 0) {
+            if constexpr (ScoreKind<kScore>::kCaps) {
+              cut_read<kGeneral>(s, mask, bits, p.walk.used, used_now, row, 0.0f);
+            }
             scores.apply(p.more, s, tokens, [&](int i, float, int key) {
               if constexpr (ScoreKind<kScore>::kDrops) {
                 dropped[i / 32] |= (keeps(p.more, scores.drop[i / 2 % 2], key) ? 0u : 1u) << i % 32;
@@ -493,14 +496,7 @@ struct Forward {
             });
           }
           shared.k.release(static_cast<int>(at.stage));
-          if (kGeneral && mask.x >= 0) {
-            bits.cut(s, -infinity());
-          } else if (mask.x == kBand) {
-            cut_band(s, mask, row, -infinity());
-          }
-          if (kGeneral && used_now >= 0) {
-            cut_columns(s, p.walk.used + used_now, -infinity());
-          }
+          cut_read<kGeneral>(s, mask, bits, p.walk.used, used_now, row, -infinity());
           float correction[2];
           rows.template shift<kScore != 0>(s, s, p.scale, correction);
           exp2_of<0, kCols / 2>(s);

@@ -61,8 +61,9 @@ __device__ __forceinline__ float min_or_nan(float x, float y) {
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
   return z;
 }
-/// c · tanh(scale · x / c) of two products of the same query, as c − 2c / (1 + e^(2u)), and the derivatives. One
-/// reciprocal serves both. Larger exponents than 60 change nothing.
+/// c · tanh(scale · x / c) of two products, as c − 2c / (1 + e^(2u)), and the derivatives. Larger exponents than 60
+/// change nothing. One reciprocal serves both, so a NaN of one is one of the other: products that are not in the
+/// pattern must be numbers before it, and the two must be of a row that a NaN spoils anyway.
 __device__ __forceinline__ void cap_two(const ScoreMore& more, float& x, float& y, float& dx, float& dy) {
   const float a = 1.0f + exp2_fast(min_or_nan(x * more.cap, 60.0f)), b = 1.0f + exp2_fast(min_or_nan(y * more.cap, 60.0f));
   const float both = reciprocal(a * b), in_x = both * b, in_y = both * a, c = more.score.softcap;
@@ -71,7 +72,7 @@ __device__ __forceinline__ void cap_two(const ScoreMore& more, float& x, float& 
   x = c - 2.0f * c * in_x;
   y = c - 2.0f * c * in_y;
 }
-/// The scores of two products of the same query, without bias and ALiBi.
+/// The scores of two products, without bias and ALiBi.
 template <unsigned kScore>
 __device__ __forceinline__ void begin_two(const ScoreMore& more, float& x, float& y, float& dx, float& dy) {
   if constexpr (ScoreKind<kScore>::kCaps) {
@@ -88,30 +89,32 @@ __device__ __forceinline__ float exponent_of(float score, float lse, float rest)
   return (score - lse) * kLog2e - rest;
 }
 
-/// What the elements of one (batch, head) share. `head` counts from the launch's first.
-template <unsigned kScore>
+/// What the elements of one (batch, head) share: where the bias of query 0 and key 0 is, the slope, a state of random
+/// bits.
 struct ScoreHead {
-  using K = ScoreKind<kScore>;
   const u8* bias;
   float slope;
-
-  __device__ __forceinline__ void begin(const ScoreMore& more, int batch, int head) {
-    head += more.head0;
-    if constexpr (K::kBias) {
-      bias = static_cast<const u8*>(more.score.bias) +
-             (batch * more.score.bias_batch + head * more.score.bias_head) * static_cast<i64>(K::kBytes);
-    }
-    if constexpr (K::kHasAlibi) {
-      slope = __ldg(more.score.slopes + head * more.score.slope_stride);
-    }
-  }
+  u32 drop;
 };
-
-/// The state of dropout for a query.
-__device__ __forceinline__ u32 drop_row(const ScoreMore& more, int batch, int head, int query) {
-  const i64 set = static_cast<i64>(more.score.first_batch + batch) * more.heads + more.head0 + head;
-  return random_row(*more.score.seed, set, query);
+/// `head` counts from the launch's first.
+template <unsigned kScore>
+__device__ __forceinline__ ScoreHead score_head(const ScoreMore& more, int batch, int head) {
+  using K = ScoreKind<kScore>;
+  head += more.head0;
+  ScoreHead made{};
+  if constexpr (K::kBias) {
+    made.bias = static_cast<const u8*>(more.score.bias) +
+                (batch * more.score.bias_batch + head * more.score.bias_head) * static_cast<i64>(K::kBytes);
+  }
+  if constexpr (K::kHasAlibi) {
+    made.slope = __ldg(more.score.slopes + head * more.score.slope_stride);
+  }
+  if constexpr (K::kDrops) {
+    made.drop = random_head(*more.score.seed, static_cast<i64>(more.score.first_batch + batch) * more.heads + head);
+  }
+  return made;
 }
+/// Whether dropout keeps an element: `row` is random_row's.
 __device__ __forceinline__ bool keeps(const ScoreMore& more, u32 row, int key) {
   return random_bits(row, key) >= more.score.threshold;
 }
@@ -121,15 +124,15 @@ template <unsigned kScore, int kCols>
 struct ScoresByQuery {
   using K = ScoreKind<kScore>;
   static constexpr int kPart = K::kWide && kCols > 64 ? 64 : kCols;  ///< columns that are asked for at once
-  ScoreHead<kScore> head;
   const u8* line[2];
-  float place[2];
+  float slope, place[2];
   u32 drop[2];
   u32 words[K::kBias ? kPart / (K::kWide ? 2 : 4) : 1];
 
   /// A lane answers for query `own` of its warp, or for none.
   __device__ __forceinline__ void begin(const ScoreMore& more, int batch, int of, int own) {
-    head.begin(more, batch, of);
+    const ScoreHead head = score_head<kScore>(more, batch, of);
+    slope = head.slope;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int query = max(0, __shfl_sync(0xffffffffu, own, threadIdx.x % 32 / 4 + 8 * h));
@@ -140,7 +143,7 @@ struct ScoresByQuery {
         place[h] = static_cast<float>(query + more.score.distance) + 8388608.0f;
       }
       if constexpr (K::kDrops) {
-        drop[h] = drop_row(more, batch, of, query);
+        drop[h] = random_row(head.drop, query);
       }
     }
   }
@@ -217,7 +220,7 @@ struct ScoresByQuery {
             s[i + e] += bias(i + e);
           }
           if constexpr (K::kHasAlibi) {
-            s[i + e] -= head.slope * fabsf(place[i / 2 % 2] - far_float(key));
+            s[i + e] -= slope * fabsf(place[i / 2 % 2] - far_float(key));
           }
           also(i + e, d[e], key);
         }
@@ -235,70 +238,64 @@ struct ScoresByQuery {
   }
 };
 
-/// Scores whose rows are keys and whose 64 columns are queries.
-template <unsigned kScore>
+/// Scores whose rows are keys and whose 64 columns are queries. query(n) and key(n) are tokens of a step's n-th column
+/// and of a warp's n-th row; `head` is in shared memory, because registers are short. kForQueries: gradients of queries
+/// are made of them, too, so a NaN must not pass from one query to another; else it must not from one key to another,
+/// because one that is padding may be NaN.
+template <unsigned kScore, bool kForQueries>
 struct ScoresByKey {
   using K = ScoreKind<kScore>;
   static constexpr int kPart = K::kWide ? 32 : 64;  ///< queries whose biases are asked for at once
-  ScoreHead<kScore> head;
-  int at[K::kWide ? 2 : 4];  ///< bytes from a query's bias of key 0 to those that this thread asks for
-  int key[2];                ///< of this thread's rows
-  int first;                 ///< bytes to the warp's first, or −1 where pairs cannot be read
   u32 words[K::kBias ? 16 : 1];
 
-  /// A lane answers for key `own` of its warp, or for none.
-  __device__ __forceinline__ void begin(const ScoreMore& more, int own) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      key[h] = max(0, __shfl_sync(0xffffffffu, own, lane / 4 + 8 * h));
-      if constexpr (K::kWide) {
-        at[h] = key[h] * more.bias_col;
-      }
-    }
-    if constexpr (K::kBias && !K::kWide) {
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        at[n] = max(0, __shfl_sync(0xffffffffu, own, n / 2 * 8 + lane % 4 * 2 + n % 2)) * more.bias_col;
-      }
-      const int begin = __shfl_sync(0xffffffffu, own, 0), last = __shfl_sync(0xffffffffu, own, 15);
-      first = more.bias_pairs != 0 && more.row_line != 0 && begin >= 0 && begin % 2 == 0 && last >= 0 ? 1 : -1;
-    }
-  }
-  /// Asks for the biases of queries [kFrom, kFrom + kPart) of a step: query(n) is the token of its n-th.
-  template <int kFrom = 0, bool kPairs = false, typename Query>
-  __device__ __forceinline__ void ask(const ScoreMore& more, Query query) {
+  /// Asks for the biases of queries [kFrom, kFrom + kPart) of a step. `pairs`: the warp's keys follow each other, and
+  /// two can be read at once. Lanes read keys of a query, as they lie in memory; apply() transposes.
+  template <int kFrom = 0, typename Query, typename Key>
+  __device__ __forceinline__ void ask(const ScoreMore& more, const ScoreHead& head, Query query, Key key, bool pairs) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     if constexpr (K::kWide) {
+      const int at[2] = {key(lane / 4) * more.bias_col, key(lane / 4 + 8) * more.bias_col};
 #pragma unroll
       for (int j = 0; j < kPart / 8; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const u8* const line = move(head.bias, max(0, query(kFrom + 8 * j + lane % 4 * 2 + e)), more.bias_row);
+          const u8* const line = move(head.bias, query(kFrom + 8 * j + lane % 4 * 2 + e), more.bias_row);
           words[4 * j + e] = load_32(line + at[0]);
           words[4 * j + 2 + e] = load_32(line + at[1]);
         }
       }
     } else if constexpr (K::kBias) {
+      if (pairs) {
+        const u8* const first = head.bias + key(lane % 4 * 2) * 2;
 #pragma unroll
-      for (int j = 0; j < kPart / 8; ++j) {
-        const u8* const line = move(head.bias, max(0, query(8 * j + lane / 4)), more.bias_row);
-        if (kPairs || first >= 0) {
-          words[2 * j] = load_32(line + at[0]);
-          words[2 * j + 1] = load_32(line + at[0] + 16);
-        } else {
-          words[2 * j] = load_16(line + at[0]) | load_16(line + at[1]) << 16;
-          words[2 * j + 1] = load_16(line + at[2]) | load_16(line + at[3]) << 16;
+        for (int j = 0; j < kPart / 8; ++j) {
+          const u8* const line = move(first, query(8 * j + lane / 4), more.bias_row);
+          words[2 * j] = load_32(line);
+          words[2 * j + 1] = load_32(line + 16);
+        }
+      } else {
+        const auto at = [&](int n) { return key(n / 2 * 8 + lane % 4 * 2 + n % 2) * more.bias_col; };
+#pragma unroll
+        for (int j = 0; j < kPart / 8; ++j) {
+          const u8* const line = move(head.bias, query(8 * j + lane / 4), more.bias_row);
+          words[2 * j] = load_16(line + at(0)) | load_16(line + at(1)) << 16;
+          words[2 * j + 1] = load_16(line + at(2)) | load_16(line + at(3)) << 16;
         }
       }
     }
   }
 
-  /// Products become scores; `also(i, score, derivative of the softcap)` makes of each what takes its place. `query(n)` as
-  /// above.
-  template <int kFrom, typename Query, typename Also>
-  __device__ __forceinline__ void apply_part(const ScoreMore& more, float (&s)[32], Query query, Also also) const {
+  /// Gives `also(i, score, derivative of the softcap)` for the products of queries [kFrom, kFrom + kPart).
+  template <int kFrom, typename Query, typename Key, typename Also>
+  __device__ __forceinline__ void apply_part(const ScoreMore& more, const ScoreHead& head, const float (&s)[32],
+                                             Query query, Key key, Also also) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
+    float place[2] = {0.0f, 0.0f}, slope = 0.0f;
+    if constexpr (K::kHasAlibi) {
+      slope = head.slope;
+      place[0] = far_float(key(lane / 4)) - static_cast<float>(more.score.distance);
+      place[1] = far_float(key(lane / 4 + 8)) - static_cast<float>(more.score.distance);
+    }
 #pragma unroll
     for (int j = kFrom / 8; j < (kFrom + kPart) / 8; ++j) {
       u32 pair[2] = {0, 0};
@@ -306,35 +303,32 @@ struct ScoresByKey {
         pair[0] = transposed(words[2 * j]);
         pair[1] = transposed(words[2 * j + 1]);
       }
+      float d[4], x[4] = {s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]};
+      begin_two<kScore>(more, x[0], x[kForQueries ? 2 : 1], d[0], d[kForQueries ? 2 : 1]);
+      begin_two<kScore>(more, x[kForQueries ? 1 : 2], x[3], d[kForQueries ? 1 : 2], d[3]);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float d[2], x[2] = {s[4 * j + e], s[4 * j + 2 + e]};
-        begin_two<kScore>(more, x[0], x[1], d[0], d[1]);
-        float place = 0.0f;
+      for (int i = 0; i < 4; ++i) {
+        const int h = i / 2, e = i % 2;
+        if constexpr (K::kWide) {
+          x[i] += __uint_as_float(words[(4 * j + i) % 16]);
+        } else if constexpr (K::kBias) {
+          x[i] += bias_in<K::kBiasType>(pair[h], e);
+        }
         if constexpr (K::kHasAlibi) {
-          place = far_float(query(8 * j + lane % 4 * 2 + e)) + static_cast<float>(more.score.distance);
+          x[i] -= slope * fabsf(far_float(query(8 * j + lane % 4 * 2 + e)) - place[h]);
         }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          if constexpr (K::kWide) {
-            x[h] += __uint_as_float(words[(4 * j + 2 * h + e) % 16]);
-          } else if constexpr (K::kBias) {
-            x[h] += bias_in<K::kBiasType>(pair[h], e);
-          }
-          if constexpr (K::kHasAlibi) {
-            x[h] -= head.slope * fabsf(place - far_float(key[h]));
-          }
-          also(4 * j + 2 * h + e, x[h], d[h]);
-        }
+        also(4 * j + i, x[i], d[i]);
       }
     }
   }
-  template <bool kPairs = false, typename Query, typename Also>
-  __device__ __forceinline__ void apply(const ScoreMore& more, float (&s)[32], Query query, Also also) {
-    apply_part<0>(more, s, query, also);
-    if constexpr (kPart < 64 && K::kBias) {
-      ask<kPart, kPairs>(more, query);
-      apply_part<kPart>(more, s, query, also);
+  /// Of all. The first part was asked for already.
+  template <typename Query, typename Key, typename Also>
+  __device__ __forceinline__ void apply(const ScoreMore& more, const ScoreHead& head, const float (&s)[32],
+                                        Query query, Key key, Also also) {
+    apply_part<0>(more, head, s, query, key, also);
+    if constexpr (kPart < 64) {
+      ask<kPart>(more, head, query, key, false);
+      apply_part<kPart>(more, head, s, query, key, also);
     }
   }
 };

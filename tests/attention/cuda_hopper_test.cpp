@@ -460,8 +460,8 @@ struct Data {
     const Options& of = sizes.options;
     const Index row = (of.cols ? pattern.cols : 1) + of.gap, head = row * (of.rows ? pattern.rows : 1),
                 batch = head * (of.heads ? sizes.heads : 1);
-    return {bias_device.data(),       of.bias.value_or(DType::f32), of.batches ? batch : 0, of.heads ? head : 0,
-            of.rows ? row : Index{0}, of.cols ? 1 : 0};
+    return {bias_device.data(),  of.bias.value_or(DType::f32), of.batches ? batch : 0,
+            of.heads ? head : 0, of.rows ? row : Index{0},     of.cols ? 1 : 0};
   }
   /// As the kernels read it.
   float bias_of(Index b, Index h, Index i, Index j) const {
@@ -483,7 +483,8 @@ struct Data {
                                          (of.rows ? pattern.rows : 1) * ((of.cols ? pattern.cols : 1) + of.gap)));
     for (std::size_t n = 0; n < bias.size(); ++n) {
       const Index row = at.row > 0 ? static_cast<Index>(n) / at.row : 1;
-      bias[n] = of.infinite && (random() % 5 == 0 || row % 7 == 0) ? -std::numeric_limits<float>::infinity() : normal(random);
+      bias[n] =
+          of.infinite && (random() % 5 == 0 || row % 7 == 0) ? -std::numeric_limits<float>::infinity() : normal(random);
       bias[n] = *of.bias == DType::f32   ? bias[n]
                 : *of.bias == DType::f16 ? float_from_f16(f16_from_float(bias[n]))
                                          : float_from_bf16(bf16_from_float(bias[n]));
@@ -616,7 +617,8 @@ void add_score(const Data& s, Index b, Index h, Index i, Index j, double score, 
     score += s.bias_of(b, h, i, j);
   }
   if (of.alibi) {
-    score -= s.slopes[static_cast<std::size_t>(h)] * static_cast<double>(std::abs(i + s.pattern.cols - s.pattern.rows - j));
+    score -=
+        s.slopes[static_cast<std::size_t>(h)] * static_cast<double>(std::abs(i + s.pattern.cols - s.pattern.rows - j));
   }
   if (of.dropout > 0) {
     const auto threshold = static_cast<unsigned>(of.dropout * 0x1p32);
@@ -676,8 +678,8 @@ void expect_forward(Data& s) {
         for (Index d = 0; d < s.sizes.values(); ++d) {
           double want = 0;
           for (std::size_t n = 0; n < row.keys.size(); ++n) {
-            want += std::exp(row.scores[n] - row.lse) * row.kept[n] *
-                    widen(s.sizes.dtype, s.v.row(b, kv, row.keys[n])[d]);
+            want +=
+                std::exp(row.scores[n] - row.lse) * row.kept[n] * widen(s.sizes.dtype, s.v.row(b, kv, row.keys[n])[d]);
           }
           const float got = widen(s.sizes.dtype, s.o.row(b, h, i)[d]);
           ASSERT_NEAR(got, want, tolerance)
@@ -1157,13 +1159,15 @@ TEST_P(AttentionHopperOptions, Forward) {
   }
   check_forward(one_class(600, 4, 1), with(of, 128), true);
   check_forward(late_window(), with(of, 72), true);
-  check_forward({"late causal", 30, 300, {{band(-1000, 270)}}}, {DType::bf16, 2, 16, 2, 128, false, 0.1, 0, of}, false, 0, 4);
+  check_forward({"late causal", 30, 300, {{band(-1000, 270)}}}, {DType::bf16, 2, 16, 2, 128, false, 0.1, 0, of}, false,
+                0, 4);
 }
 TEST_P(AttentionHopperOptions, Backward) {
   const auto [name, of] = options(DType::bf16)[static_cast<std::size_t>(GetParam())];
   SCOPED_TRACE(name);
-  for (const Pattern& pattern : {full(300, 130), causal(300), window(333, 60), dilated(400, 4, 30), strided(500, 64),
-                                 neighbourhood(16, 20, 5, 8, 16), documents({100, 1, 63, 200}), longformer(400, 60, 20)}) {
+  for (const Pattern& pattern :
+       {full(300, 130), causal(300), window(333, 60), dilated(400, 4, 30), strided(500, 64),
+        neighbourhood(16, 20, 5, 8, 16), documents({100, 1, 63, 200}), longformer(400, 60, 20)}) {
     check_backward(pattern, with(of, 128));
   }
   check_backward(strided(500, 64), with(of, 64));

@@ -23,7 +23,9 @@ struct Heads {
 
 /// Of a row's statistics: RowStats, or ScoreStats where there are options.
 std::size_t stats_size(const Problem& p) { return score_of(p) != 0 ? sizeof(ScoreStats) : sizeof(RowStats); }
-std::size_t stats_bytes(const Problem& p) { return static_cast<std::size_t>(p.batch * p.heads * p.rows) * stats_size(p); }
+std::size_t stats_bytes(const Problem& p) {
+  return static_cast<std::size_t>(p.batch * p.heads * p.rows) * stats_size(p);
+}
 /// What finds rows whose log-sum-exp has lost its smaller part to rounding: only a bias or ALiBi makes them so large.
 std::size_t sums_bytes(const Problem& p) {
   const bool large = p.bias.data != nullptr || p.slopes.data != nullptr;

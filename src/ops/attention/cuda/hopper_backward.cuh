@@ -31,8 +31,7 @@ struct BackwardShared {
 };
 /// Of kernels with options. Registers have no room for two steps.
 template <int kDepth, int kValues, bool kKeys, unsigned kOptions>
-struct alignas(512) ScoredBackwardShared
-    : BackwardShared<kDepth, kValues> {
+struct alignas(512) ScoredBackwardShared : BackwardShared<kDepth, kValues> {
   using Base = BackwardShared<kDepth, kValues>;
   static constexpr bool kAhead = false, kScored = true, kTokens = !kKeys && ScoreKind<kOptions>::kTokens;
   static constexpr unsigned kScore = kOptions;
@@ -172,7 +171,8 @@ __device__ __forceinline__ void fetch_cols(const Params& p, S& shared, u32 cols)
         shared.tiles[at.stage] = tile;
       }
     }
-    mbarrier::arrive_expect(full, (S::kHalves + S::kValueHalves) * 128 * walk.col_places + (S::kTokens ? kStream * 4 : 0));
+    mbarrier::arrive_expect(full,
+                            (S::kHalves + S::kValueHalves) * 128 * walk.col_places + (S::kTokens ? kStream * 4 : 0));
     if constexpr (S::kTokens) {
       tma::load_bytes(shared_address(shared.tokens[at.stage]), walk.col_tokens + tile * kStream, kStream * 4, full);
     }

@@ -328,7 +328,8 @@ __device__ __forceinline__ void multiply_keys(const FiveProductParamsOf<kScore>&
     const auto ask_bias = [&](u32 stage) {
       if constexpr (K::kTokens) {
         const int first = shared.firsts[stage];
-        scores.ask(p.more, shared.heads[stage], [&](int n) { return first + n; }, key, true);
+        scores.ask(
+            p.more, shared.heads[stage], [&](int n) { return first + n; }, key, true);
       }
     };
     shared.queries.wait(ring);
@@ -369,8 +370,9 @@ __device__ __forceinline__ void multiply_keys(const FiveProductParamsOf<kScore>&
       }
       if constexpr (kScore != 0) {
         const int first = shared.firsts[stage];
-        score_keys(p.more, scores, shared.heads[stage], s, dp, [&](int n) { return first + n; }, key,
-                   shared.stats[stage], shared.stats[stage][2]);
+        score_keys(
+            p.more, scores, shared.heads[stage], s, dp, [&](int n) { return first + n; }, key, shared.stats[stage],
+            shared.stats[stage][2]);
       } else {
         to_probabilities(s, p.scale_2, [&](int j) { return stat(0, j); });
       }

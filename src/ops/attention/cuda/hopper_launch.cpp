@@ -45,7 +45,9 @@ KernelSpec statistics_instance(DType dtype, bool score) {
   return {"ops/attention/cuda/rows.cuh",
           std::string("fretwork::attention_stats<") + device_type(dtype) + (score ? ", 8, true>" : ", 8>")};
 }
-KernelSpec join_instance(DType dtype, bool score) { return instance("join", score ? "scored_join" : "join", dtype, ""); }
+KernelSpec join_instance(DType dtype, bool score) {
+  return instance("join", score ? "scored_join" : "join", dtype, "");
+}
 /// Of kernels that make all gradients at once, for as many columns of q and k as of v.
 KernelSpec five_product_instance(DType dtype, const Columns& columns, Pass pass, const Extras& extras) {
   return pass == Pass::five_product
@@ -124,8 +126,8 @@ bool has_pairs(const Problem& p) {
 bool options_fit(const Problem& p) {
   constexpr std::int64_t kTokens = 1 << 22;
   const auto size = static_cast<std::int64_t>(size_of(p.bias.dtype));
-  const bool bias = p.bias.data == nullptr ||
-                    (p.bias.row >= 0 && p.bias.col >= 0 && p.bias.row * size < kMost && p.cols * p.bias.col * size < kMost);
+  const bool bias = p.bias.data == nullptr || (p.bias.row >= 0 && p.bias.col >= 0 && p.bias.row * size < kMost &&
+                                               p.cols * p.bias.col * size < kMost);
   return std::max(p.depth, p.value_depth) <= 128 && bias && p.rows < kTokens && p.cols < kTokens &&
          (p.softcap == 0 || (p.softcap >= 0x1p-10 && p.softcap <= 0x1p10));
 }
@@ -238,8 +240,8 @@ bool fits(const Problem& p, const Context& context) {
   const bool size = most > 32 && most <= kMostColumns && p.depth > 0 && p.value_depth > 0 && p.depth % 8 == 0 &&
                     p.value_depth % 8 == 0 && p.batch > 0 && p.heads > 0 && p.kv_heads > 0 && p.rows > 0 &&
                     p.cols > 0 && p.batch * p.heads < kMost;
-  return type && size && (score_of(p) == 0 || options_fit(p)) && static_cast<float>(p.scale) > 0 && std::isfinite(static_cast<float>(p.scale)) &&
-         movable(p.q) && movable(p.k) && movable(p.v) && movable(p.o) &&
+  return type && size && (score_of(p) == 0 || options_fit(p)) && static_cast<float>(p.scale) > 0 &&
+         std::isfinite(static_cast<float>(p.scale)) && movable(p.q) && movable(p.k) && movable(p.v) && movable(p.o) &&
          driver::kernel_arch(context.device.index) == "sm_90a";
 }
 
@@ -393,8 +395,7 @@ void give_memory(Launch<ScoredBackwardParams>& launch, char* memory) {
 
 void launch_join(const KernelConfig& config, const ScoredJoinParams& join, const Context& context) {
   const std::int64_t rows = std::int64_t{join.tiles} * kRows * (join.lines[1] > 0 ? 2 : 1);
-  config.kernel(context.device.index)
-      .launch_behind(rows / kJoinWarps, 32 * kJoinWarps, 0, &join, context.stream);
+  config.kernel(context.device.index).launch_behind(rows / kJoinWarps, 32 * kJoinWarps, 0, &join, context.stream);
 }
 
 }  // namespace fretwork::attention_op::hopper

@@ -16,10 +16,10 @@ struct ScoreKind {
   static constexpr unsigned kBiasType = kScore & kBiasBits;
   static constexpr bool kBias = kBiasType != 0, kWide = kBiasType == 1, kHasAlibi = (kScore & kAlibi) != 0;
   static constexpr bool kCaps = (kScore & kSoftcap) != 0, kDrops = (kScore & kDropout) != 0;
-  static constexpr bool kRest = kBias || kHasAlibi;                ///< log-sum-exps may be large
-  static constexpr bool kTokens = kBias || kHasAlibi || kDrops;    ///< says more than the product
-  static constexpr bool kBoth = kCaps || kDrops;                   ///< dS is made with P, not after it
-  static constexpr u32 kBytes = kWide ? 4 : 2;                     ///< of an element of the bias
+  static constexpr bool kRest = kBias || kHasAlibi;              ///< log-sum-exps may be large
+  static constexpr bool kTokens = kBias || kHasAlibi || kDrops;  ///< says more than the product
+  static constexpr bool kBoth = kCaps || kDrops;                 ///< dS is made with P, not after it
+  static constexpr u32 kBytes = kWide ? 4 : 2;                   ///< of an element of the bias
 };
 
 /// A token as a float, 2^23 larger: 0 ≤ token < 2^23.
@@ -65,7 +65,8 @@ __device__ __forceinline__ float min_or_nan(float x, float y) {
 /// change nothing. One reciprocal serves both, so a NaN of one is one of the other: products that are not in the
 /// pattern must be numbers before it, and the two must be of a row that a NaN spoils anyway.
 __device__ __forceinline__ void cap_two(const ScoreMore& more, float& x, float& y, float& dx, float& dy) {
-  const float a = 1.0f + exp2_fast(min_or_nan(x * more.cap, 60.0f)), b = 1.0f + exp2_fast(min_or_nan(y * more.cap, 60.0f));
+  const float a = 1.0f + exp2_fast(min_or_nan(x * more.cap, 60.0f)),
+              b = 1.0f + exp2_fast(min_or_nan(y * more.cap, 60.0f));
   const float both = reciprocal(a * b), in_x = both * b, in_y = both * a, c = more.score.softcap;
   dx = in_x * (4.0f - 4.0f * in_x);
   dy = in_y * (4.0f - 4.0f * in_y);
@@ -323,8 +324,8 @@ struct ScoresByKey {
   }
   /// Of all. The first part was asked for already.
   template <typename Query, typename Key, typename Also>
-  __device__ __forceinline__ void apply(const ScoreMore& more, const ScoreHead& head, const float (&s)[32],
-                                        Query query, Key key, Also also) {
+  __device__ __forceinline__ void apply(const ScoreMore& more, const ScoreHead& head, const float (&s)[32], Query query,
+                                        Key key, Also also) {
     apply_part<0>(more, head, s, query, key, also);
     if constexpr (kPart < 64) {
       ask<kPart>(more, head, query, key, false);

@@ -454,8 +454,8 @@ inline constexpr unsigned kBiasBits = 3, kAlibi = 4, kSoftcap = 8, kDropout = 16
 
 struct ScoreMore {
   ScoreArg score;
-  float cap;               ///< what a product is multiplied by for exp2 to be e^(2·score / softcap)
-  int head0, heads;        ///< the launch's first query head, and the problem's
+  float cap;         ///< what a product is multiplied by for exp2 to be e^(2·score / softcap)
+  int head0, heads;  ///< the launch's first query head, and the problem's
   int queries;
   int bias_row, bias_col;  ///< bytes
   int bias_pairs;          ///< 1: biases of keys 2n and 2n + 1 can be read at once, for any n

@@ -58,9 +58,7 @@ KernelSpec five_product_instance(DType dtype, const Columns& columns, Pass pass,
 
 /// Options that the list has: a bias of the operands' type, ALiBi, softcap, dropout. There are 27 others, compiled as
 /// they are asked for.
-std::vector<unsigned> listed_scores(DType dtype) {
-  return {dtype == DType::f16 ? 2u : 3u, kAlibi, kSoftcap, kDropout};
-}
+std::vector<unsigned> listed_scores(DType dtype) { return {dtype == DType::f16 ? 2u : 3u, kAlibi, kSoftcap, kDropout}; }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;

@@ -19,12 +19,18 @@ FRETWORK_HOST_DEVICE unsigned mix_bits(unsigned x) {
   return x ^ (x >> 16);
 }
 
-/// What the elements of one row of one (batch, head) share.
-FRETWORK_HOST_DEVICE unsigned random_row(long long seed, long long batch_head, long long row) {
+/// What the elements of one (batch, head) share.
+FRETWORK_HOST_DEVICE unsigned random_head(long long seed, long long batch_head) {
   unsigned h = mix_bits(static_cast<unsigned>(seed) + 0x9e3779b9u);
   h = mix_bits(h ^ static_cast<unsigned>(static_cast<unsigned long long>(seed) >> 32));
-  h = mix_bits(h + static_cast<unsigned>(batch_head) * 0x85ebca6bu);
-  return mix_bits(h ^ static_cast<unsigned>(row) * 0xc2b2ae35u);
+  return mix_bits(h + static_cast<unsigned>(batch_head) * 0x85ebca6bu);
+}
+/// And those of one of its rows.
+FRETWORK_HOST_DEVICE unsigned random_row(unsigned head_state, long long row) {
+  return mix_bits(head_state ^ static_cast<unsigned>(row) * 0xc2b2ae35u);
+}
+FRETWORK_HOST_DEVICE unsigned random_row(long long seed, long long batch_head, long long row) {
+  return random_row(random_head(seed, batch_head), row);
 }
 
 /// 32 random bits for the element at `col`. It is kept iff they are at least `threshold` = ⌊rate · 2^32⌋.

@@ -22,6 +22,8 @@ struct Case {
   bool causal = false;
   DType dtype = DType::bf16;
   double softcap = 0;
+  std::vector<Index> bias = {};  ///< its sizes, of bf16
+  bool alibi = false, drops = false;
 };
 
 class AttentionChoice : public testing::Test {
@@ -70,6 +72,16 @@ class AttentionChoice : public testing::Test {
                      lse = tensor(DType::f32, {1, c.heads, c.queries});
     AttentionOptions options;
     options.softcap = c.softcap;
+    if (!c.bias.empty()) {
+      options.bias = tensor(DType::bf16, c.bias);
+    }
+    if (c.alibi) {
+      options.slopes = tensor(DType::f32, {c.heads});
+    }
+    if (c.drops) {
+      options.dropout = 0.1;
+      options.dropout_seed = static_cast<const std::int64_t*>(tensor(DType::f32, {2}).data);
+    }
     const std::size_t before = count();
     if (backward) {
       attention_backward(q, k, k, pattern, q, lse, q, {}, {q, k, k}, context_, options);
@@ -88,7 +100,6 @@ class AttentionChoice : public testing::Test {
 TEST_F(AttentionChoice, Forward) {
   EXPECT_TRUE(runs({16, 16, 4096, 4096, 128}, "forward"));
   EXPECT_TRUE(runs({1, 1, 64, 64, 64}, "forward"));
-  EXPECT_TRUE(runs({16, 16, 4096, 4096, 128, false, DType::bf16, 30}, "attention_forward"));
   EXPECT_TRUE(runs({16, 16, 4096, 4096, 32}, "attention_forward"));
   EXPECT_TRUE(runs({16, 16, 4096, 4096, 128, false, DType::f32}, "simple_forward"));
 }
@@ -107,7 +118,6 @@ TEST_F(AttentionChoice, FewQueries) {
 
 TEST_F(AttentionChoice, Backward) {
   EXPECT_TRUE(runs({16, 16, 4096, 4096, 192}, "backward_head_dim_gt_128", true));
-  EXPECT_TRUE(runs({16, 16, 4096, 4096, 128, false, DType::bf16, 30}, "attention_backward", true));
   EXPECT_TRUE(runs({16, 16, 4096, 4096, 128, false, DType::f32}, "simple_backward", true));
 }
 
@@ -128,6 +138,37 @@ TEST_F(AttentionChoice, FiveProducts) {
   EXPECT_FALSE(five({13, 13, 4480, 4480, 128, true}));  // 455
   EXPECT_FALSE(five({28, 14, 4224, 4224, 128, true}));  // key heads are shared
   EXPECT_FALSE(five({30, 30, 2048, 2048, 128, true}));  // 2048 queries
+}
+
+/// Options change no choice up to a head dim of 128, except that few queries decode.
+TEST_F(AttentionChoice, Options) {
+  const auto with = [](Case c, double softcap, std::vector<Index> bias, bool alibi, bool drops) {
+    c.softcap = softcap, c.bias = std::move(bias), c.alibi = alibi, c.drops = drops;
+    return c;
+  };
+  const Case causal{14, 14, 4224, 4224, 128, true}, shared{28, 14, 4224, 4224, 128, true};
+  for (const auto& bias : {std::vector<Index>{}, {1, 14, 4224, 4224}, {1, 1, 1, 4224}}) {
+    for (const bool alibi : {false, true}) {
+      for (const double softcap : {0.0, 30.0}) {
+        if ((bias.empty() && !alibi && softcap == 0) || (!bias.empty() && alibi)) {
+          continue;
+        }
+        EXPECT_TRUE(runs(with(causal, softcap, bias, alibi, false), "scored_forward"));
+        EXPECT_TRUE(runs(with(causal, softcap, bias, alibi, false), "scored_backward_five_product", true));
+        EXPECT_FALSE(runs(with(causal, softcap, bias, alibi, false), "attention_backward", true));
+      }
+    }
+  }
+  EXPECT_TRUE(runs(with(shared, 30, {}, false, false), "scored_backward_keys", true));
+  EXPECT_TRUE(runs(with(shared, 30, {}, false, false), "scored_backward_queries", true));
+  EXPECT_TRUE(runs(with(causal, 0, {}, false, true), "scored_forward"));
+  EXPECT_TRUE(runs(with(causal, 0, {}, false, true), "scored_backward_keys", true));
+  EXPECT_TRUE(runs(with(causal, 0, {1, 1, 4224, 1}, false, false), "scored_backward_keys", true));  // no pairs
+  EXPECT_TRUE(runs(with({14, 14, 4096, 4096, 192}, 30, {}, false, false), "attention_forward"));
+  EXPECT_TRUE(runs(with({14, 14, 4096, 4096, 192}, 30, {}, false, false), "attention_backward", true));
+  EXPECT_TRUE(runs(with({14, 14, 4096, 4096, 128}, 5000, {}, false, false), "attention_forward"));
+  EXPECT_TRUE(runs(with({64, 8, 20, 4096, 128}, 30, {}, false, false), "scored_forward"));
+  EXPECT_TRUE(runs(with({64, 8, 16, 4096, 128}, 30, {}, false, false), "attention_decode"));
 }
 
 TEST_F(AttentionChoice, LargeHeadDims) {

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "core/half.h"
+#include "device/random.cuh"
 #include "fretwork/patterns.h"
 #include "ops/attention/cuda/families.h"
 #include "runtime/cuda_driver.h"
@@ -413,12 +414,23 @@ class FencedTensor : public Tensor {
 
 constexpr std::uint16_t kNan = 0x7fff;  // in both types
 
+/// What is done to scores. A bias has no extent where it is broadcast, and `gap` elements between its rows.
+struct Options {
+  std::optional<DType> bias = {};
+  bool batches = true, heads = true, rows = true, cols = true;
+  Index gap = 0;
+  bool infinite = false;  ///< some of it is −∞, of some queries all
+  bool alibi = false;
+  double softcap = 0, dropout = 0;
+};
+
 struct Sizes {
   DType dtype = DType::bf16;
   Index batch = 1, heads = 2, kv_heads = 2, depth = 128;
   bool tokens_first = false;
   double scale = 0.1;
   Index value_depth = 0;  ///< 0: depth
+  Options options = {};
 
   Index values() const { return value_depth > 0 ? value_depth : depth; }
 };
@@ -427,8 +439,9 @@ struct Data {
   Pattern pattern;
   Sizes sizes;
   FencedTensor q, k, v, o;
-  std::vector<float> lse;
-  driver::DeviceBuffer lse_device;
+  std::vector<float> lse, bias, slopes;
+  std::int64_t seed = 0x1234567890abcdef;
+  driver::DeviceBuffer lse_device, bias_device, slopes_device, seed_device;
 
   Data(const Pattern& p, const Sizes& z)
       : pattern(p),
@@ -441,6 +454,57 @@ struct Data {
     q.randomise(1);
     k.randomise(2);
     v.randomise(3);
+    make_options();
+  }
+  Bias bias_at() const {
+    const Options& of = sizes.options;
+    const Index row = (of.cols ? pattern.cols : 1) + of.gap, head = row * (of.rows ? pattern.rows : 1),
+                batch = head * (of.heads ? sizes.heads : 1);
+    return {bias_device.data(),  of.bias.value_or(DType::f32), of.batches ? batch : 0,
+            of.heads ? head : 0, of.rows ? row : Index{0},     of.cols ? 1 : 0};
+  }
+  /// As the kernels read it.
+  float bias_of(Index b, Index h, Index i, Index j) const {
+    const Bias at = bias_at();
+    return bias[static_cast<std::size_t>(b * at.batch + h * at.head + i * at.row + j * at.col)];
+  }
+  void make_options() {
+    const Options& of = sizes.options;
+    for (Index h = 0; h < sizes.heads && of.alibi; ++h) {
+      slopes.push_back(0.01f * static_cast<float>(h + 1));
+    }
+    if (!of.bias) {
+      return;
+    }
+    std::mt19937 random(5);
+    std::normal_distribution<float> normal;
+    const Bias at = bias_at();
+    bias.resize(static_cast<std::size_t>((of.batches ? sizes.batch : 1) * (of.heads ? sizes.heads : 1) *
+                                         (of.rows ? pattern.rows : 1) * ((of.cols ? pattern.cols : 1) + of.gap)));
+    for (std::size_t n = 0; n < bias.size(); ++n) {
+      const Index row = at.row > 0 ? static_cast<Index>(n) / at.row : 1;
+      bias[n] =
+          of.infinite && (random() % 5 == 0 || row % 7 == 0) ? -std::numeric_limits<float>::infinity() : normal(random);
+      bias[n] = *of.bias == DType::f32   ? bias[n]
+                : *of.bias == DType::f16 ? float_from_f16(f16_from_float(bias[n]))
+                                         : float_from_bf16(bf16_from_float(bias[n]));
+    }
+  }
+  void upload_options() {
+    if (!slopes.empty()) {
+      slopes_device = driver::DeviceBuffer(0, slopes.data(), slopes.size() * sizeof(float));
+    }
+    seed_device = driver::DeviceBuffer(0, &seed, sizeof seed);
+    if (bias.empty()) {
+      return;
+    }
+    std::vector<std::uint16_t> narrow;
+    for (const float x : bias) {
+      narrow.push_back(*sizes.options.bias == DType::f16 ? f16_from_float(x) : bf16_from_float(x));
+    }
+    const bool wide = *sizes.options.bias == DType::f32;
+    bias_device = wide ? driver::DeviceBuffer(0, bias.data(), bias.size() * 4)
+                       : driver::DeviceBuffer(0, narrow.data(), narrow.size() * 2);
   }
   /// NaN in keys and values that nothing uses.
   void spoil_unused() {
@@ -477,6 +541,7 @@ struct Data {
       t->upload();
     }
     lse_device = driver::DeviceBuffer(0, lse.data(), lse.size() * sizeof(float));
+    upload_options();
   }
   Problem problem() const {
     Problem p;
@@ -494,6 +559,13 @@ struct Data {
     p.v = v.operand();
     p.o = o.operand();
     p.lse = {lse_device.data(), sizes.heads * pattern.rows, pattern.rows, 1, 1};
+    p.softcap = sizes.options.softcap;
+    p.bias = sizes.options.bias ? bias_at() : Bias{};
+    p.slopes = slopes.empty() ? Operand{} : Operand{slopes_device.data(), 0, 1, 0, 0};
+    if (sizes.options.dropout > 0) {
+      p.dropout = {sizes.options.dropout, static_cast<const std::int64_t*>(seed_device.data())};
+    }
+    p.patterns = {patterns::full({pattern.rows, pattern.cols})};  // for rows of large scores, which there are none of
     return p;
   }
 };
@@ -527,9 +599,36 @@ std::set<Index> sampled(Index rows) {
 
 struct Row {
   std::vector<Index> keys;
-  std::vector<double> scores;
+  std::vector<double> scores, slopes;  ///< of the softcap there
+  std::vector<double> kept;            ///< what dropout multiplies a probability by
   double lse = -std::numeric_limits<double>::infinity();
 };
+
+/// Of a score that only the scale was applied to.
+void add_score(const Data& s, Index b, Index h, Index i, Index j, double score, Row& row) {
+  const Options& of = s.sizes.options;
+  double slope = 1, kept = 1;
+  if (of.softcap > 0) {
+    const double t = std::tanh(score / of.softcap);
+    score = of.softcap * t;
+    slope = 1 - t * t;
+  }
+  if (of.bias) {
+    score += s.bias_of(b, h, i, j);
+  }
+  if (of.alibi) {
+    score -=
+        s.slopes[static_cast<std::size_t>(h)] * static_cast<double>(std::abs(i + s.pattern.cols - s.pattern.rows - j));
+  }
+  if (of.dropout > 0) {
+    const auto threshold = static_cast<unsigned>(of.dropout * 0x1p32);
+    const unsigned bits = random_bits(random_row(s.seed, b * s.sizes.heads + h, i), j);
+    kept = bits >= threshold ? 1 / (1 - of.dropout) : 0;
+  }
+  row.scores.push_back(score);
+  row.slopes.push_back(slope);
+  row.kept.push_back(kept);
+}
 
 Row row_of(Data& s, Index b, Index h, Index i) {
   Row row;
@@ -544,9 +643,12 @@ Row row_of(Data& s, Index b, Index h, Index i) {
         dot += static_cast<double>(widen(s.sizes.dtype, q[d])) * widen(s.sizes.dtype, k[d]);
       }
       row.keys.push_back(j);
-      row.scores.push_back(dot * s.sizes.scale);
+      add_score(s, b, h, i, j, dot * s.sizes.scale, row);
       most = std::max(most, row.scores.back());
     }
+  }
+  if (most == row.lse) {  // all are −∞
+    return {};
   }
   for (const double score : row.scores) {
     sum += std::exp(score - most);
@@ -576,7 +678,8 @@ void expect_forward(Data& s) {
         for (Index d = 0; d < s.sizes.values(); ++d) {
           double want = 0;
           for (std::size_t n = 0; n < row.keys.size(); ++n) {
-            want += std::exp(row.scores[n] - row.lse) * widen(s.sizes.dtype, s.v.row(b, kv, row.keys[n])[d]);
+            want +=
+                std::exp(row.scores[n] - row.lse) * row.kept[n] * widen(s.sizes.dtype, s.v.row(b, kv, row.keys[n])[d]);
           }
           const float got = widen(s.sizes.dtype, s.o.row(b, h, i)[d]);
           ASSERT_NEAR(got, want, tolerance)
@@ -688,18 +791,18 @@ struct WantedGradients {
         double delta = -g.d_lse[size((b * s.sizes.heads + h) * rows + i)];
         for (std::size_t n = 0; n < row.keys.size(); ++n) {
           p.push_back(std::exp(row.scores[n] - row.lse));
-          dp.push_back(dot(s.sizes.dtype, g.d_o.row(b, h, i), s.v.row(b, kv, row.keys[n]), values));
+          dp.push_back(row.kept[n] * dot(s.sizes.dtype, g.d_o.row(b, h, i), s.v.row(b, kv, row.keys[n]), values));
           delta += p[n] * dp[n];
         }
         for (std::size_t n = 0; n < row.keys.size(); ++n) {
-          const double ds = p[n] * (dp[n] - delta) * s.sizes.scale;
+          const double ds = p[n] * (dp[n] - delta) * row.slopes[n] * s.sizes.scale;
           const Index j = row.keys[n];
           for (Index d = 0; d < depth; ++d) {
             d_q[size(((h - kv * group) * rows + i) * depth + d)] += ds * widen(s.sizes.dtype, s.k.row(b, kv, j)[d]);
             d_k[size(j * depth + d)] += ds * widen(s.sizes.dtype, s.q.row(b, h, i)[d]);
           }
           for (Index d = 0; d < values; ++d) {
-            d_v[size(j * values + d)] += p[n] * widen(s.sizes.dtype, g.d_o.row(b, h, i)[d]);
+            d_v[size(j * values + d)] += p[n] * row.kept[n] * widen(s.sizes.dtype, g.d_o.row(b, h, i)[d]);
           }
         }
       }
@@ -1021,6 +1124,75 @@ TEST_F(AttentionHopper, FiveProductBackward) {
   }
   check(full(64 * 7, 128 * 3), {DType::bf16, 1, 1, 1, 64, false, 0.1, 48});
 }
+
+std::vector<std::pair<const char*, Options>> options(DType own) {
+  return {{"bias", {.bias = own}},
+          {"bias, shared, f32", {.bias = DType::f32, .batches = false, .heads = false}},
+          {"bias, −inf", {.bias = own, .gap = 4, .infinite = true}},
+          {"bias of keys", {.bias = own, .heads = false, .rows = false}},
+          {"bias of queries", {.bias = own, .batches = false, .cols = false}},
+          {"bias in odd rows", {.bias = DType::f16, .gap = 3}},
+          {"alibi", {.alibi = true}},
+          {"softcap", {.softcap = 2}},
+          {"dropout", {.dropout = 0.3}},
+          {"bias, softcap", {.bias = own, .softcap = 2}},
+          {"alibi, softcap", {.alibi = true, .softcap = 2}},
+          {"all", {.bias = DType::f32, .infinite = true, .alibi = true, .softcap = 2, .dropout = 0.2}}};
+}
+
+/// One score stage in all kernels: patterns in any order of tokens, in one component or several, in pieces.
+class AttentionHopperOptions : public AttentionHopper, public testing::WithParamInterface<int> {
+ protected:
+  static Sizes with(const Options& options, Index depth, DType dtype = DType::bf16) {
+    return {dtype, 2, 4, 2, depth, false, 0.1, 0, options};
+  }
+};
+TEST_P(AttentionHopperOptions, Forward) {
+  const auto [name, of] = options(DType::bf16)[static_cast<std::size_t>(GetParam())];
+  SCOPED_TRACE(name);
+  for (const Pattern& pattern : patterns()) {
+    check_forward(pattern, with(of, 128));
+  }
+  for (const Pattern& pattern : {causal(300), strided(500, 64), late_window()}) {
+    check_forward(pattern, with(of, 64));
+    check_forward(pattern, with(of, 128), false, 1);
+  }
+  check_forward(one_class(600, 4, 1), with(of, 128), true);
+  check_forward(late_window(), with(of, 72), true);
+  check_forward({"late causal", 30, 300, {{band(-1000, 270)}}}, {DType::bf16, 2, 16, 2, 128, false, 0.1, 0, of}, false,
+                0, 4);
+}
+TEST_P(AttentionHopperOptions, Backward) {
+  const auto [name, of] = options(DType::bf16)[static_cast<std::size_t>(GetParam())];
+  SCOPED_TRACE(name);
+  for (const Pattern& pattern :
+       {full(300, 130), causal(300), window(333, 60), dilated(400, 4, 30), strided(500, 64),
+        neighbourhood(16, 20, 5, 8, 16), documents({100, 1, 63, 200}), longformer(400, 60, 20)}) {
+    check_backward(pattern, with(of, 128));
+  }
+  check_backward(strided(500, 64), with(of, 64));
+  check_backward(causal(300), with(of, 128), false, 1);
+  check_backward(one_class(400, 4, 1), with(of, 128), true);
+  check_backward(late_window(), with(of, 128), true);
+}
+TEST_P(AttentionHopperOptions, FiveProducts) {
+  const auto [name, of] = options(DType::bf16)[static_cast<std::size_t>(GetParam())];
+  SCOPED_TRACE(name);
+  if (of.dropout > 0 || !of.cols || of.gap % 2 != 0) {
+    GTEST_SKIP() << "seven products";
+  }
+  for (const Index depth : {64, 128}) {
+    check_backward(full(512, 256), with(of, depth), false, 0, true);
+    check_backward(causal(512), with(of, depth), false, 0, true);
+  }
+}
+TEST_P(AttentionHopperOptions, HalfPrecision) {
+  const auto [name, of] = options(DType::f16)[static_cast<std::size_t>(GetParam())];
+  SCOPED_TRACE(name);
+  check_forward(causal(700), with(of, 128, DType::f16));
+  check_backward(causal(200), with(of, 128, DType::f16));
+}
+INSTANTIATE_TEST_SUITE_P(All, AttentionHopperOptions, testing::Range(0, static_cast<int>(options(DType::bf16).size())));
 
 /// More items than CTAs, and nothing between one call and the next. Both ways agree; bit for bit each only with itself.
 TEST_F(AttentionHopper, FiveProductBackwardRepeatsBitForBit) {

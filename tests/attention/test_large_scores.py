@@ -43,11 +43,18 @@ def close(got, want, tolerance, what):
 
 
 def agrees(device, dtype, pattern, bias, wide_bias, tolerance, heads=(4, 2)):
+    """With head dims that the portable kernels take, and on a GPU with those that Hopper's do."""
+    for dims in [(16, 8)] if device.type == "cpu" else [(16, 8), (64, 72)]:
+        agrees_with(dims, device, dtype, pattern, bias, wide_bias, tolerance, heads)
+
+
+def agrees_with(dims, device, dtype, pattern, bias, wide_bias, tolerance, heads):
     """Result, log-sum-exp and all gradients. Scores without the bias stay below 1/4."""
     acc = torch.float64 if dtype == torch.float64 else torch.float32
     rows, cols = pattern.shape
-    sizes = ((heads[0], rows, 16), (heads[1], cols, 16), (heads[1], cols, 8))
-    q, k, v = (torch.empty(2, *s).uniform_(-0.24, 0.24).to(device, dtype).requires_grad_() for s in sizes)
+    sizes = ((heads[0], rows, dims[0]), (heads[1], cols, dims[0]), (heads[1], cols, dims[1]))
+    most = 0.49 * dims[0] ** -0.25
+    q, k, v = (torch.empty(2, *s).uniform_(-most, most).to(device, dtype).requires_grad_() for s in sizes)
     bias = bias.to(device, acc if wide_bias else dtype).requires_grad_()
     o, lse = fw.attention(q, k, v, pattern, bias=bias, return_lse=True)
     exact = [t.detach().double().cpu().requires_grad_() for t in (q, k, v, bias)]

@@ -87,7 +87,9 @@ Candidates candidates_for(const Problem& p, const Context& context) {
     list.push_back({std::move(config), work.microseconds()});
   };
   const bool hopper_fits = hopper::fits(p, context);
-  if (hopper_fits && hopper::heads_in_tile(p) * p.rows >= kRowsInTile) {
+  const bool options = p.softcap > 0 || p.bias.data != nullptr || p.slopes.data != nullptr || p.dropout.rate > 0;
+  const bool decodes = options && decode::fits(p);  // what options cost beside reading keys was not measured
+  if (hopper_fits && !decodes && hopper::heads_in_tile(p) * p.rows >= kRowsInTile) {
     if (const auto plan = hopper::packed_plan(p)) {
       add({Family::hopper_heads_in_tile, {plan}}, hopper::cost(p, amount_of(p, {plan}), context));
     }

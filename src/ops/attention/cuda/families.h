@@ -69,8 +69,9 @@ void launch(const Problem& problem, Context& context, int segments = 0);
 namespace fretwork::attention_op::hopper {
 
 /// What both directions need: an sm_90a kernel architecture, a 16-bit type, head dims that are multiples of 8, the
-/// larger one above 32 and at most 256, a positive scale, no bias, softcap, ALiBi or dropout, and operands that the
-/// copy engine can read (columns next to each other, the other strides multiples of 16 bytes, 16-byte aligned).
+/// larger one above 32 and at most 256, a positive scale, and operands that the copy engine can read (columns next to
+/// each other, the other strides multiples of 16 bytes, 16-byte aligned). With a bias, softcap, ALiBi or dropout: head
+/// dims up to 128, fewer than 2^22 queries and keys, rows of the bias shorter than 2 GiB, a softcap of 2^-10 to 2^10.
 bool fits(const Problem& problem, const Context& context);
 /// Also of the gradients.
 bool fits(const BackwardProblem& problem, const Context& context);
@@ -121,6 +122,9 @@ cost::Work cost(const BackwardProblem& problem, const Amount& amount, const Cont
 void launch(const Problem& problem, Context& context);
 void launch(const BackwardProblem& problem, Context& context);
 
+/// (top, sum) of the rows whose log-sum-exp is large, zeros elsewhere: of all (batch, head, query), in plain order. The
+/// forward again, of the tiles that have such rows.
+void find_large_sums(const Problem& problem, RowSum* sums, Context& context);
 /// The gradient of the bias alone; batch elements may have patterns of their own.
 void bias_gradient(const BackwardProblem& problem, Context& context);
 /// All gradients, where there is no score.

@@ -220,6 +220,21 @@ __device__ __forceinline__ void cut_masked(float (&s)[kSize], int kind, const in
   }
 }
 
+/// The same where the note and the bits were read before, and of columns that are not used or not seen: their bits
+/// begin at `used` of `words`, unless it is −1.
+template <bool kGeneral, int kSize>
+__device__ __forceinline__ void cut_read(float (&s)[kSize], const int4& note, const RowBits<kSize / 16>& bits,
+                                         const u32* words, int used, int row, float outside) {
+  if (kGeneral && note.x >= 0) {
+    bits.cut(s, outside);
+  } else if (note.x == kBand) {
+    cut_band(s, note, row, outside);
+  }
+  if (kGeneral && used >= 0) {
+    cut_columns(s, words + used, outside);
+  }
+}
+
 /// What a kernel does before it reads anything that another may have written.
 __device__ __forceinline__ void begin_after_earlier_kernel() {
   wait_for_earlier_kernel();

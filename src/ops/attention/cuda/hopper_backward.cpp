@@ -14,34 +14,53 @@ namespace {
 namespace driver = fretwork::cuda;
 using driver::uploaded;
 
-using BackwardLaunch = Launch<BackwardParams>;
+using BackwardLaunch = Launch<ScoredBackwardParams>;
 
 /// Heads [first, first + count) of queries, and the key heads they use.
 struct Heads {
   std::int64_t first, count, kv_first, kv_count;
 };
 
-void launch_statistics(const BackwardProblem& b, RowStats* stats, bool in_tiles, Context& context) {
+/// Of a row's statistics: RowStats, or ScoreStats where there are options.
+std::size_t stats_size(const Problem& p) { return score_of(p) != 0 ? sizeof(ScoreStats) : sizeof(RowStats); }
+std::size_t stats_bytes(const Problem& p) {
+  return static_cast<std::size_t>(p.batch * p.heads * p.rows) * stats_size(p);
+}
+/// What finds rows whose log-sum-exp has lost its smaller part to rounding: only a bias or ALiBi makes them so large.
+std::size_t sums_bytes(const Problem& p) {
+  const bool large = p.bias.data != nullptr || p.slopes.data != nullptr;
+  return large ? static_cast<std::size_t>(p.batch * p.heads * p.rows) * sizeof(RowSum) : 0;
+}
+KernelConfig statistics_config(const Problem& p) {
+  return {score_of(p) != 0 ? Pass::scored_statistics : Pass::statistics, p.dtype};
+}
+
+void launch_statistics(const BackwardProblem& b, void* stats, bool in_tiles, Context& context) {
   const Problem& p = b.forward;
+  const Workspace sums(context, sums_bytes(p));
+  if (sums.data() != nullptr) {
+    portable::find_large_sums(p, static_cast<RowSum*>(sums.data()), context);
+  }
   StatsParams params{};
   params.o = output_arg(p.o);
   params.d_o = output_arg(b.d_o);
   params.lse = output_arg(p.lse);
   params.d_lse = output_arg(b.d_lse);
   params.stats = stats;
+  params.sums = static_cast<const RowSum*>(sums.data());
   params.in_tiles = in_tiles;
   params.rows = p.rows;
   params.all_rows = p.batch * p.heads * p.rows;
   params.heads = static_cast<int>(p.heads);
   params.value_depth = static_cast<int>(p.value_depth);
-  KernelConfig{Pass::statistics, p.dtype}
+  statistics_config(p)
       .kernel(context.device.index)
       .launch(ceil_div(params.all_rows, 16), 256, 0, &params, context.stream);
 }
 
 /// Gradients from one component: of queries, of keys, of values, or of keys and values where registers hold both.
 std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const Heads& heads, const Prepared& prepared,
-                                              std::size_t at, Pass pass, const RowStats* stats, Seen& seen,
+                                              std::size_t at, Pass pass, const void* stats, Seen& seen,
                                               Context& context) {
   const Problem& p = b.forward;
   const bool keys = pass != Pass::d_queries;
@@ -55,7 +74,10 @@ std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const He
   if (!q || !d_o || !k || !v) {
     return std::nullopt;
   }
-  BackwardParams params{};
+  ScoredBackwardParams params{};
+  if (score_of(p) != 0) {
+    params.more = score_more(p, heads.first, c.rows.order, c.cols.order);
+  }
   params.rows[0] = keys ? *k : *q;
   params.rows[1] = keys ? *v : *d_o;
   params.cols[0] = keys ? *q : *k;
@@ -70,7 +92,8 @@ std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const He
                       ? d_v
                       : lines_of(keys ? from_head(b.d_k, heads.kv_first, 2) : from_head(b.d_q, heads.first, 2));
   params.out[1] = d_v;
-  params.stats = stats + heads.first * p.rows;
+  params.stats = reinterpret_cast<const RowStats*>(static_cast<const char*>(stats) +
+                                                   static_cast<std::size_t>(heads.first * p.rows) * stats_size(p));
   params.stats_batch = static_cast<int>(p.heads * p.rows);
   params.stats_head = static_cast<int>(p.rows);
   params.group = static_cast<int>(p.heads / p.kv_heads);
@@ -80,7 +103,7 @@ std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const He
   params.scale = static_cast<float>(p.scale);
   params.scale_2 = static_cast<float>(p.scale * 1.4426950408889634);
   const Columns columns = columns_of(p);
-  JoinParams join = join_of(prepared, at);
+  ScoredJoinParams join = join_of(prepared, at);
   std::copy(std::begin(params.out), std::end(params.out), join.out);
   join.lines[0] = pass == Pass::d_values ? columns.values : columns.depth;
   join.depth[0] = pass == Pass::d_values ? params.value_depth : params.depth;
@@ -103,6 +126,12 @@ struct FiveProduct {
   std::int64_t items, tiles;          ///< the same of all heads and batch elements
 };
 
+/// A bias of 16 bits is read in pairs only; with dropout, which costs more than products, seven are as quick.
+bool five_product_options(const Problem& p) {
+  const bool narrow = p.bias.data != nullptr && p.bias.dtype != DType::f32;
+  return p.dropout.rate == 0 && (!narrow || score_more(p, 0, {}, {}).bias_pairs != 0);
+}
+
 std::optional<FiveProduct> five_product(const BackwardProblem& b, const BackwardPlans& plans, const Context& context) {
   const Problem& p = b.forward;
   const bool wants_keys = b.d_k.data != nullptr || b.d_v.data != nullptr;
@@ -117,16 +146,20 @@ std::optional<FiveProduct> five_product(const BackwardProblem& b, const Backward
   // A key tile that goes round comes to a query tile two steps after the one it waits for, or later.
   const bool all = plan->edge == kNoEdge;
   if (!plan->edge || columns.depth != columns.values || columns.head_dim_gt_128() ||
-      (all && col_tiles < 2 * row_tiles) || 2 * tiles >= kMost) {
+      (all && col_tiles < 2 * row_tiles) || 2 * tiles >= kMost || !five_product_options(p)) {
     return std::nullopt;
   }
   return FiveProduct{std::move(plan), all, row_tiles, col_tiles, items, tiles};
 }
 
 /// What the problem alone says.
-FiveProductParams five_product_params(const BackwardProblem& b, const FiveProduct& five) {
+ScoredFiveProductParams five_product_params(const BackwardProblem& b, const FiveProduct& five) {
   const Problem& p = b.forward;
-  FiveProductParams params{};
+  ScoredFiveProductParams params{};
+  if (score_of(p) != 0) {
+    const DeviceComponent& c = five.plan->components.front();
+    params.more = score_more(p, 0, c.rows.order, c.cols.order);
+  }
   params.d_k = lines_of(b.d_k);
   params.d_v = lines_of(b.d_v);
   params.d_q = lines_of(b.d_q);
@@ -168,6 +201,14 @@ double key_steps(const Problem& p, const BackwardPlans& plans) {
   return steps;
 }
 
+/// What no kernel here makes: zeros for padding, and the gradient of the bias.
+void finish_others(const BackwardProblem& b, Context& context) {
+  clear_padding(b, context);
+  if (b.d_bias.data != nullptr) {
+    portable::bias_gradient(b, context);
+  }
+}
+
 /// A gradient that is to be zero before anything is added to it.
 struct Zeros {
   Operand x;
@@ -192,7 +233,7 @@ struct BackwardLaunches {
 
 /// What one direction of one range of heads launches; false where it cannot.
 bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, int longest, const Beside& beside,
-                  const RowStats* stats, BackwardLaunches& made, Context& context) {
+                  const void* stats, BackwardLaunches& made, Context& context) {
   auto& [launches, zeros, kept, seen] = made;
   const Problem& p = b.forward;
   const std::int64_t group = p.heads / p.kv_heads;
@@ -238,7 +279,7 @@ void let_start_early(std::vector<BackwardLaunch>& launches) {
 }
 
 /// What all ranges of heads launch, keys first; false where one cannot.
-bool add_all_launches(const BackwardProblem& b, const BackwardPlans& plans, int longest, const RowStats* stats,
+bool add_all_launches(const BackwardProblem& b, const BackwardPlans& plans, int longest, const void* stats,
                       BackwardLaunches& made, Context& context) {
   const Problem& p = b.forward;
   const std::int64_t group = p.heads / p.kv_heads;
@@ -271,7 +312,7 @@ bool add_all_launches(const BackwardProblem& b, const BackwardPlans& plans, int 
 bool fits(const BackwardProblem& b, const Context& context) {
   const Problem& p = b.forward;
   const bool wants_keys = b.d_k.data != nullptr || b.d_v.data != nullptr;
-  return fits(p, context) && movable(b.d_o) && p.lse.data != nullptr && b.d_bias.data == nullptr &&
+  return fits(p, context) && movable(b.d_o) && p.lse.data != nullptr &&
          (!wants_keys || (movable(b.d_k) && movable(b.d_v))) && (b.d_q.data == nullptr || movable(b.d_q)) &&
          p.batch * p.heads * p.rows < kMost;
 }
@@ -335,10 +376,10 @@ bool launch_five_product(const BackwardProblem& b, const BackwardPlans& plans, C
     return false;
   }
   const auto size = static_cast<std::size_t>((five->all ? 2 : 1) * five->tiles);
-  const Workspace stats(context, static_cast<std::size_t>(p.batch * p.heads * p.rows) * sizeof(RowStats));
+  const Workspace stats(context, stats_bytes(p));
   const Workspace sums(context, size * static_cast<std::size_t>(64 * columns.most()) * sizeof(float)),
       turns(context, (size + 1) * sizeof(int));
-  FiveProductParams params = five_product_params(b, *five);
+  ScoredFiveProductParams params = five_product_params(b, *five);
   params.k = *k;
   params.v = *v;
   params.q = *q;
@@ -351,16 +392,17 @@ bool launch_five_product(const BackwardProblem& b, const BackwardPlans& plans, C
   params.round = five->all ? 1 : 0;
   params.together = five->all ? 1 : std::min(params.pairs, static_cast<int>(ceil_div(ctas, 8)));
   const bool padded = p.padding.data != nullptr;
-  const KernelConfig multiply{Pass::five_product, p.dtype, columns, {!five->all || padded, padded}},
+  const unsigned score = score_of(p);
+  const KernelConfig multiply{Pass::five_product, p.dtype, columns, {!five->all || padded, padded, score}},
       finish{Pass::finish, p.dtype, columns};
-  prepare_kernels(std::vector{KernelConfig{Pass::statistics, p.dtype}, multiply, finish}, device);
+  prepare_kernels(std::vector{statistics_config(p), multiply, finish}, device);
   driver::fill_zero(turns.data(), (size + 1) * sizeof(int), context.stream);
-  launch_statistics(b, static_cast<RowStats*>(stats.data()), true, context);
+  launch_statistics(b, stats.data(), true, context);
   multiply.kernel(device).launch_behind(std::min<std::int64_t>(ctas, five->items),
-                                        five_product_tiles(columns.most()).threads, five_product_shared(columns.most()),
-                                        &params, context.stream);
+                                        five_product_tiles(columns.most()).threads,
+                                        five_product_shared(columns.most(), score != 0), &params, context.stream);
   finish.kernel(device).launch_behind(five->tiles, 128, 0, &params, context.stream);
-  clear_padding(b, context);
+  finish_others(b, context);
   return true;
 }
 
@@ -381,8 +423,8 @@ bool launch(const BackwardProblem& b, const BackwardPlans& plans, Context& conte
     return false;
   }
   const Problem& p = b.forward;
-  const Workspace stats(context, static_cast<std::size_t>(p.batch * p.heads * p.rows) * sizeof(RowStats));
-  auto* const numbers = static_cast<RowStats*>(stats.data());
+  const Workspace stats(context, stats_bytes(p));
+  void* const numbers = stats.data();
   BackwardLaunches made;
   if (!add_all_launches(b, plans, longest, numbers, made, context)) {
     return false;
@@ -390,7 +432,7 @@ bool launch(const BackwardProblem& b, const BackwardPlans& plans, Context& conte
   let_start_early(made.launches);
   const Workspace parts(context, parts_bytes(made.launches));
   give_parts(made.launches, parts);
-  std::vector<KernelConfig> others{{Pass::statistics, p.dtype}};
+  std::vector<KernelConfig> others{statistics_config(p)};
   if (!made.zeros.empty()) {
     others.push_back({Pass::fill, p.dtype});
   }
@@ -399,8 +441,8 @@ bool launch(const BackwardProblem& b, const BackwardPlans& plans, Context& conte
   for (const Zeros& zero : made.zeros) {
     launch_fill(p.dtype, zero.x, {}, zero.sizes, zero.depth, context);
   }
-  launch_all(made.launches, backward_shared(columns_of(p)), context);
-  clear_padding(b, context);
+  launch_all(made.launches, backward_shared(columns_of(p), score_of(p) != 0), context);
+  finish_others(b, context);
   return true;
 }
 

@@ -6,6 +6,7 @@
 
 #include "device/load.cuh"
 #include "ops/attention/cuda/hopper.cuh"
+#include "ops/attention/cuda/hopper_score.cuh"
 
 namespace fretwork::attention_op::hopper {
 
@@ -26,7 +27,23 @@ struct BackwardShared {
   int4 items[2], steps[kStages];
   alignas(16) float stats[kStages][2][kStream];  ///< of keys' and values' columns
   int used[kStages], parts[2];
+  static constexpr bool kTokens = false, kScored = false;
 };
+/// Of kernels with options. Registers have no room for two steps.
+template <int kDepth, int kValues, bool kKeys, unsigned kOptions>
+struct alignas(512) ScoredBackwardShared : BackwardShared<kDepth, kValues> {
+  using Base = BackwardShared<kDepth, kValues>;
+  static constexpr bool kAhead = false, kScored = true, kTokens = !kKeys && ScoreKind<kOptions>::kTokens;
+  static constexpr unsigned kScore = kOptions;
+  union {
+    alignas(16) float rest[Base::kStages][kStream];  ///< keys: of the columns, as in ScoreStats
+    int tokens[Base::kStages][kStream];              ///< queries: of the columns
+  };
+  ScoreHead heads[Base::kStages];  ///< keys: of the columns
+  int tiles[Base::kStages];        ///< keys: which they are
+};
+template <int kDepth, int kValues, bool kKeys>
+struct ScoredBackwardShared<kDepth, kValues, kKeys, 0> : BackwardShared<kDepth, kValues> {};
 
 /// Calls step(batch, head, run, column tile) for all steps of an item that begins and ends anywhere in its tile's.
 template <bool kKeys, typename Step>
@@ -137,9 +154,8 @@ __device__ __forceinline__ void fetch_rows(const BackwardParams& p, BackwardShar
 }
 
 /// A thread of another warp the columns of each step.
-template <bool kKeys, bool kSeen, bool kSplit, int kDepth, int kValues>
-__device__ __forceinline__ void fetch_cols(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared, u32 cols) {
-  using S = BackwardShared<kDepth, kValues>;
+template <bool kKeys, bool kSeen, bool kSplit, typename Params, typename S>
+__device__ __forceinline__ void fetch_cols(const Params& p, S& shared, u32 cols) {
   const Walk& walk = p.walk;
   Producer<S::kStages> at;
   walk_steps<kKeys, kSplit>(p, [&](int batch, int head, int r, int tile) {
@@ -149,7 +165,17 @@ __device__ __forceinline__ void fetch_cols(const BackwardParams& p, BackwardShar
     const u32 full = shared.cols.acquire(at), to = cols + at.stage * 2 * S::kColTile;
     shared.steps[at.stage] = mask_of(walk, r);
     shared.used[at.stage] = used_of<!kKeys>(walk, batch, tile);
-    mbarrier::arrive_expect(full, (S::kHalves + S::kValueHalves) * 128 * walk.col_places);
+    if constexpr (S::kScored) {
+      if constexpr (kKeys) {
+        shared.heads[at.stage] = score_head<S::kScore>(p.more, batch, head);
+        shared.tiles[at.stage] = tile;
+      }
+    }
+    mbarrier::arrive_expect(full,
+                            (S::kHalves + S::kValueHalves) * 128 * walk.col_places + (S::kTokens ? kStream * 4 : 0));
+    if constexpr (S::kTokens) {
+      tma::load_bytes(shared_address(shared.tokens[at.stage]), walk.col_tokens + tile * kStream, kStream * 4, full);
+    }
     const int4 place = record(walk.col_tiles, tile);
     fetch<S::kHalves>(p.cols[0], to, S::kColHalf, full, place, batch, head);
     fetch<S::kValueHalves>(p.cols[1], to + S::kColTile, S::kColHalf, full, place, batch, head);
@@ -163,6 +189,12 @@ __device__ __forceinline__ float2 stats_of(const BackwardParams& p, int batch, i
   return token >= 0 ? reinterpret_cast<const float2*>(p.stats)[at] : float2{0.0f, 0.0f};
 }
 
+/// The same where there are options.
+__device__ __forceinline__ float4 scored_stats_of(const BackwardParams& p, int batch, int head, int token) {
+  const int at = batch * p.stats_batch + head * p.stats_head + token;
+  return token >= 0 ? reinterpret_cast<const float4*>(p.stats)[at] : float4{infinity(), 0.0f, 0.0f, 0.0f};
+}
+
 /// One warp gathers the statistics of the queries in a stage's columns; every lane says that its own are there.
 template <bool kSplit, typename S>
 __device__ __forceinline__ void gather_stats(const BackwardParams& p, S& shared) {
@@ -170,15 +202,26 @@ __device__ __forceinline__ void gather_stats(const BackwardParams& p, S& shared)
   const u32 lane = threadIdx.x % 32;
   walk_steps<true, kSplit>(p, [&](int batch, int head, int, int tile) {
     float2 pair[kStream / 32];
+    float rest[kStream / 32];
 #pragma unroll
     for (int n = 0; n < kStream / 32; ++n) {
-      pair[n] = stats_of(p, batch, head, word(p.walk.col_tokens, tile * kStream + n * 32 + lane));
+      const int token = word(p.walk.col_tokens, tile * kStream + n * 32 + lane);
+      if constexpr (S::kScored) {
+        const float4 all = scored_stats_of(p, batch, head, token);
+        pair[n] = {all.x, all.y};
+        rest[n] = all.z;
+      } else {
+        pair[n] = stats_of(p, batch, head, token);
+      }
     }
     const u32 full = shared.cols.acquire(at);
 #pragma unroll
     for (int n = 0; n < kStream / 32; ++n) {
       shared.stats[at.stage][0][n * 32 + lane] = pair[n].x;
       shared.stats[at.stage][1][n * 32 + lane] = pair[n].y;
+      if constexpr (S::kScored) {
+        shared.rest[at.stage][n * 32 + lane] = rest[n];
+      }
     }
     mbarrier::arrive(full);
     at.next();
@@ -289,10 +332,8 @@ __device__ __forceinline__ void begin_backward(const BackwardParams& p) {
 }
 
 /// What both kernels begin with.
-template <bool kKeys, int kDepth, int kValues>
-__device__ __forceinline__ void make_barriers(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared,
-                                              u32 cols) {
-  using S = BackwardShared<kDepth, kValues>;
+template <bool kKeys, typename S>
+__device__ __forceinline__ void make_barriers(const BackwardParams& p, S& shared, u32 cols) {
   clear_unplaced(cols, 2 * S::kStages * S::kMostHalves, kStream, p.walk.col_places);
   init_barriers([&] {
     shared.rows.make(1, 8);
@@ -301,9 +342,8 @@ __device__ __forceinline__ void make_barriers(const BackwardParams& p, BackwardS
   begin_backward(p);
 }
 /// The roles of the warpgroup that fetches, a warp for each.
-template <bool kKeys, bool kSeen, bool kSplit, int kDepth, int kValues>
-__device__ __forceinline__ void fetch_all(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared, u32 rows,
-                                          u32 cols) {
+template <bool kKeys, bool kSeen, bool kSplit, typename Params, typename S>
+__device__ __forceinline__ void fetch_all(const Params& p, S& shared, u32 rows, u32 cols) {
   if (threadIdx.x < 32) {
     fetch_rows<kKeys, kSeen, kSplit>(p, shared, rows);
   } else if (threadIdx.x == 32) {
@@ -313,13 +353,47 @@ __device__ __forceinline__ void fetch_all(const BackwardParams& p, BackwardShare
   }
 }
 
-/// kGeneral: there are masks of bits, or queries that nothing uses. kSplit: items may be pieces of tiles.
-template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit>
+/// What kept probabilities are multiplied by.
+__device__ __forceinline__ float kept_factor(const BackwardParams&) { return 1.0f; }
+__device__ __forceinline__ float kept_factor(const FiveProductParams&) { return 1.0f; }
+__device__ __forceinline__ float kept_factor(const ScoredBackwardParams& p) { return p.more.score.kept; }
+__device__ __forceinline__ float kept_factor(const ScoredFiveProductParams& p) { return p.more.score.kept; }
+
+/// With options: what a step's products become where rows are keys. s: P, without what is dropped. If dS cannot wait
+/// until P is on its way (kBoth), it takes dP's place. `query` and `key` as ScoresByKey's.
+template <unsigned kScore, bool kForQueries, typename Query, typename Key>
+__device__ __forceinline__ void score_keys(const ScoreMore& more, ScoresByKey<kScore, kForQueries>& scores,
+                                           const ScoreHead& head, float (&s)[kStream / 2], float (&dp)[kStream / 2],
+                                           Query query, Key key, const float (*stats)[kStream],
+                                           const float (&rest)[kStream]) {
+  using K = ScoreKind<kScore>;
+  const int shift = static_cast<int>(threadIdx.x) % 4 * 2;
+  scores.apply(more, head, s, query, key, [&](int i, float score, float slope) {
+    const int col = i / 4 * 8 + i % 2 + shift;
+    const float share = exp2_fast(exponent_of(score, stats[0][col], K::kRest ? rest[col] : 0.0f));
+    s[i] = share;
+    if constexpr (K::kBoth) {
+      float gradient = dp[i];
+      if constexpr (K::kDrops) {
+        const int row = static_cast<int>(threadIdx.x) % 32 / 4 + i / 2 % 2 * 8;
+        const bool stays = keeps(more, random_row(head.drop, query(col)), key(row));
+        gradient = stays ? gradient * more.score.kept : 0.0f;
+        s[i] = stays ? share : 0.0f;
+      }
+      dp[i] = share * (gradient - stats[1][col]) * slope;
+    }
+  });
+}
+
+/// kGeneral: there are masks of bits, or queries that nothing uses. kSplit: items may be pieces of tiles. kScore:
+/// options.
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit, unsigned kScore = 0>
 struct BackwardKeys {
-  using S = BackwardShared<kDepth, kValues>;
+  using S = ScoredBackwardShared<kDepth, kValues, true, kScore>;
+  using K = ScoreKind<kScore>;
   static constexpr Roles kRoles{
       .consumers = 2, .producer_registers = S::kFetchRegisters, .consumer_registers = S::kRegisters};
-  const BackwardParams& p;
+  const BackwardParamsOf<kScore>& p;
   S& shared;
   u32 rows, cols;  ///< tiles
 
@@ -438,6 +512,14 @@ struct BackwardKeys {
         }
       } else {
         int pending = -1;  // the stage that products in flight still read
+        ScoresByKey<kScore, false> scores;
+        const int* keys = nullptr;  // of the warp's rows
+        bool pairs = false;
+        if constexpr (kScore != 0) {
+          keys = p.walk.row_tokens + read_note(shared.items[items.stage]).w * kRows + warp_row;
+          pairs = p.more.bias_pairs != 0 && p.more.row_line != 0 && __ldg(keys) % 2 == 0 && __ldg(keys + 15) >= 0;
+        }
+        const auto key = [&](int n) { return max(0, __ldg(keys + n)); };
 #pragma unroll 1
         for (int n = 0; n < steps; ++n, at.next()) {
           const u32 q = cols + at.stage * 2 * S::kColTile, d_o = q + S::kColTile;
@@ -454,6 +536,15 @@ struct BackwardKeys {
               prefetch_bits<kStream / 32>(p.walk.bits + kind, warp_row + lane / 4);
             }
           }
+          const auto query = [&](int col) {  // near: the warp that gathers statistics has read it
+            if constexpr (kScore != 0) {
+              return max(0, __ldg(p.walk.col_tokens + shared.tiles[at.stage] * kStream + col));
+            }
+            return 0;
+          };
+          if constexpr (kScore != 0) {
+            scores.ask(p.more, shared.heads[at.stage], query, key, pairs);
+          }
           wgmma::fence();
           multiply_scores<T, kDepth, kStream>(s, k, S::kRowHalf, q, S::kColHalf);
           wgmma::commit();
@@ -465,21 +556,42 @@ struct BackwardKeys {
           const auto stat = [&](int which, int j) {
             return *reinterpret_cast<const float2*>(&shared.stats[at.stage][which][8 * j + lane % 4 * 2]);
           };
-          to_probabilities(s, p.scale_2, [&](int j) { return stat(0, j); });
-          cut_masked<kGeneral>(s, kind, shared.steps[at.stage], p.walk.bits, warp_row + lane / 4, 0.0f);
+          const auto cut = [&](float(&x)[kStream / 2]) {
+            cut_masked<kGeneral>(x, kind, shared.steps[at.stage], p.walk.bits, warp_row + lane / 4, 0.0f);
+          };
+          if constexpr (K::kCaps) {
+            cut(s);
+          }
+          if constexpr (K::kBoth) {
+            wgmma::wait<0>();
+          }
+          if constexpr (kScore != 0) {
+            score_keys(p.more, scores, shared.heads[at.stage], s, dp, query, key, shared.stats[at.stage],
+                       shared.rest[at.stage]);
+          } else {
+            to_probabilities(s, p.scale_2, [&](int j) { return stat(0, j); });
+          }
+          cut(s);
+          if constexpr (K::kBoth) {
+            cut(dp);
+          }
           pack<T>(left, s);
           wgmma::fence();
           multiply_values<T, kValues, kStream>(dv, left, d_o, S::kColHalf);
           wgmma::commit();
           wgmma::wait<0>();
-          float2 delta[kStream / 8];
+          if constexpr (K::kBoth) {
+            pack<T>(left, dp);
+          } else {
+            float2 delta[kStream / 8];
 #pragma unroll
-          for (int j = 0; j < kStream / 8; ++j) {
-            delta[j] = stat(1, j);
+            for (int j = 0; j < kStream / 8; ++j) {
+              delta[j] = stat(1, j);
+            }
+            to_score_gradients(s, dp, kind != kWhole,
+                               [&](int i) { return i % 2 == 0 ? delta[i / 4].x : delta[i / 4].y; });
+            pack<T>(left, s);
           }
-          to_score_gradients(s, dp, kind != kWhole,
-                             [&](int i) { return i % 2 == 0 ? delta[i / 4].x : delta[i / 4].y; });
-          pack<T>(left, s);
           wgmma::fence();
           multiply_values<T, kDepth, kStream>(dk, left, q, S::kColHalf);
           wgmma::commit();
@@ -492,7 +604,7 @@ struct BackwardKeys {
       named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
       const int part = kSplit ? read_part(shared.parts[items.stage]) : -1;
       store_gradient<T, kDepth>(p, 0, p.depth, note, part, own, dk, p.scale, k);
-      store_gradient<T, kValues>(p, 1, p.value_depth, note, part, own, dv, 1.0f, v);
+      store_gradient<T, kValues>(p, 1, p.value_depth, note, part, own, dv, kept_factor(p), v);
       fence_async_proxy();  // the next rows come by the copy engine
       shared.rows.release(static_cast<int>(items.stage));
     }
@@ -503,19 +615,30 @@ template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit>
 __global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_constant__ BackwardParams p) {
   using S = BackwardShared<kDepth, kValues>;
   extern __shared__ u8 raw[];
-  __shared__ S shared;
+  __shared__ ScoredBackwardShared<kDepth, kValues, true, 0> shared;
   const u32 rows = stages_in(raw), cols = rows + 4 * S::kRowTile;
   make_barriers<true>(p, shared, cols);
   run_warp_specialized(BackwardKeys<T, kDepth, kValues, kGeneral, kSplit>{p, shared, rows, cols});
 }
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit, unsigned kScore>
+__global__ void __launch_bounds__(kThreads, 1) scored_backward_keys(const __grid_constant__ ScoredBackwardParams p) {
+  using S = ScoredBackwardShared<kDepth, kValues, true, kScore>;
+  extern __shared__ u8 raw[];
+  __shared__ S shared;
+  static_assert(S::kMost < 128 || sizeof(S) == kScoredStatic);
+  const u32 rows = stages_in(raw), cols = rows + 4 * S::kRowTile;
+  make_barriers<true>(p, shared, cols);
+  run_warp_specialized(BackwardKeys<T, kDepth, kValues, kGeneral, kSplit, kScore>{p, shared, rows, cols});
+}
 
-/// kGeneral: there are masks of bits, or keys that nothing uses. kSplit: items may be pieces of tiles.
-template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit>
+/// kGeneral: there are masks of bits, or keys that nothing uses. kSplit: items may be pieces of tiles. kScore: options.
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit, unsigned kScore = 0>
 struct BackwardQueries {
-  using S = BackwardShared<kDepth, kValues>;
+  using S = ScoredBackwardShared<kDepth, kValues, false, kScore>;
+  using K = ScoreKind<kScore>;
   static constexpr Roles kRoles{
       .consumers = 2, .producer_registers = S::kFetchRegisters, .consumer_registers = S::kRegisters};
-  const BackwardParams& p;
+  const BackwardParamsOf<kScore>& p;
   S& shared;
   u32 rows, cols;  ///< tiles
 
@@ -537,9 +660,21 @@ struct BackwardQueries {
       const u32 q = rows + items.stage * 2 * S::kRowTile + warpgroup * 8192, d_o = q + S::kRowTile;
       const int own = own_token(p.walk, note.w, warpgroup);
       float2 stats[2];
+      float rest[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        stats[h] = stats_of(p, note.y, note.z, __shfl_sync(0xffffffffu, own, lane / 4 + 8 * h));
+        const int token = __shfl_sync(0xffffffffu, own, lane / 4 + 8 * h);
+        if constexpr (kScore != 0) {
+          const float4 all = scored_stats_of(p, note.y, note.z, token);
+          stats[h] = {all.x, all.y};
+          rest[h] = all.z;
+        } else {
+          stats[h] = stats_of(p, note.y, note.z, token);
+        }
+      }
+      ScoresByQuery<kScore, kStream> scores;
+      if constexpr (kScore != 0) {
+        scores.begin(p.more, note.y, note.z, own);
       }
       float dq[kDepth / 2], s[kStream / 2], dp[kStream / 2];
       u32 left[kStream / 16][4];
@@ -638,6 +773,11 @@ struct BackwardQueries {
               bits.load(p.walk.bits + mask.x, warp_row + lane / 4);
             }
           }
+          const int* tokens = nullptr;
+          if constexpr (S::kTokens) {
+            tokens = shared.tokens[at.stage];
+            scores.ask(p.more, tokens);
+          }
           wgmma::fence();
           multiply_scores<T, kDepth, kStream>(s, q, S::kRowHalf, k, S::kColHalf);
           wgmma::commit();
@@ -646,19 +786,31 @@ struct BackwardQueries {
           wgmma::wait<1>();
           release(empty, pending);
           pending = static_cast<int>(at.stage);
+          u32 dropped = 0;
+          if constexpr (kScore != 0) {
+            if constexpr (K::kCaps) {
+              cut_read<kGeneral>(s, mask, bits, p.walk.used, used, warp_row + lane / 4, 0.0f);
+            }
+            scores.apply(p.more, s, tokens, [&](int i, float slope, int key) {
+              s[i] = exp2_fast(exponent_of(s[i], stats[i / 2 % 2].x, K::kRest ? rest[i / 2 % 2] : 0.0f)) * slope;
+              if constexpr (K::kDrops) {
+                dropped |= (keeps(p.more, scores.drop[i / 2 % 2], key) ? 0u : 1u) << i;
+              }
+            });
+          } else {
 #pragma unroll
-          for (int i = 0; i < kStream / 2; ++i) {
-            s[i] = exp2_fast(s[i] * p.scale_2 - stats[i / 2 % 2].x);
+            for (int i = 0; i < kStream / 2; ++i) {
+              s[i] = exp2_fast(s[i] * p.scale_2 - stats[i / 2 % 2].x);
+            }
           }
-          if (kGeneral && mask.x >= 0) {
-            bits.cut(s, 0.0f);
-          } else if (mask.x == kBand) {
-            cut_band(s, mask, warp_row + lane / 4, 0.0f);
-          }
-          if (kGeneral && used >= 0) {
-            cut_columns(s, p.walk.used + used, 0.0f);
-          }
+          cut_read<kGeneral>(s, mask, bits, p.walk.used, used, warp_row + lane / 4, 0.0f);
           wgmma::wait<0>();
+          if constexpr (K::kDrops) {
+#pragma unroll
+            for (int i = 0; i < kStream / 2; ++i) {
+              dp[i] = (dropped >> i & 1) != 0 ? 0.0f : dp[i] * p.more.score.kept;
+            }
+          }
           to_score_gradients(s, dp, mask.x != kWhole || (kGeneral && used >= 0),
                              [&](int i) { return stats[i / 2 % 2].y; });
           pack<T>(left, s);
@@ -683,10 +835,20 @@ template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit>
 __global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_constant__ BackwardParams p) {
   using S = BackwardShared<kDepth, kValues>;
   extern __shared__ u8 raw[];
-  __shared__ S shared;
+  __shared__ ScoredBackwardShared<kDepth, kValues, false, 0> shared;
   const u32 rows = stages_in(raw), cols = rows + 4 * S::kRowTile;
   make_barriers<false>(p, shared, cols);
   run_warp_specialized(BackwardQueries<T, kDepth, kValues, kGeneral, kSplit>{p, shared, rows, cols});
+}
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit, unsigned kScore>
+__global__ void __launch_bounds__(kThreads, 1) scored_backward_queries(const __grid_constant__ ScoredBackwardParams p) {
+  using S = ScoredBackwardShared<kDepth, kValues, false, kScore>;
+  extern __shared__ u8 raw[];
+  __shared__ S shared;
+  static_assert(S::kMost < 128 || sizeof(S) == kScoredStatic);
+  const u32 rows = stages_in(raw), cols = rows + 4 * S::kRowTile;
+  make_barriers<false>(p, shared, cols);
+  run_warp_specialized(BackwardQueries<T, kDepth, kValues, kGeneral, kSplit, kScore>{p, shared, rows, cols});
 }
 
 }  // namespace fretwork::attention_op::hopper

@@ -33,7 +33,36 @@ struct FiveProductShared {
   RingBarriers<2> sums;
   int items[kTiles.items];
   alignas(16) float stats[kTiles.queries][2][kStream];
+  static constexpr int kStatsBytes = kStream * sizeof(RowStats), kStatsStep = kStatsBytes;  ///< of a tile, to the next
+  static constexpr bool kScored = false;
 };
+/// Of kernels with options.
+template <int kColumns, unsigned kOptions>
+struct alignas(512) ScoredFiveProductShared {
+  using Base = FiveProductShared<kColumns>;
+  static constexpr FiveProductTiles kTiles = Base::kTiles;
+  static constexpr bool kThird = Base::kThird, kApart = Base::kApart, kScored = true;
+  static constexpr unsigned kScore = kOptions;
+  static constexpr int kHalves = Base::kHalves;
+  static constexpr u32 kRowHalf = Base::kRowHalf, kRowTile = Base::kRowTile, kColHalf = Base::kColHalf,
+                       kColTile = Base::kColTile, kScores = Base::kScores, kSums = Base::kSums,
+                       kQueries = Base::kQueries, kOutputs = Base::kOutputs, kScoresAt = Base::kScoresAt,
+                       kSumsAt = Base::kSumsAt;
+  static constexpr u32 kFetchRegisters = Base::kFetchRegisters, kRegisters = Base::kRegisters,
+                       kQueryRegisters = Base::kQueryRegisters;
+  static constexpr int kStatsBytes = kStream * 12, kStatsStep = kStream * sizeof(ScoreStats);
+  RingBarriers<kTiles.items> rows;
+  RingBarriers<kTiles.queries> queries;
+  RingBarriers<kTiles.outputs> outputs;
+  RingBarriers<kTiles.scores> scores;
+  RingBarriers<2> sums;
+  int items[kTiles.items];
+  ScoreHead heads[kTiles.queries];  ///< of tiles
+  int firsts[kTiles.queries];       ///< their first queries
+  alignas(16) float stats[kTiles.queries][3][kStream];
+};
+template <int kColumns>
+struct ScoredFiveProductShared<kColumns, 0> : FiveProductShared<kColumns> {};
 
 /// A key tile of one key head. Heads that run together take turns, so that a head's next key tile comes some items
 /// later.
@@ -94,10 +123,8 @@ __device__ __forceinline__ void five_product_steps(const FiveProductParams& p, c
 }
 
 /// One thread takes items in their order and fetches their rows, queries and statistics.
-template <int kColumns>
-__device__ __forceinline__ void fetch_five_product(const FiveProductParams& p, FiveProductShared<kColumns>& shared,
-                                                   u32 rows) {
-  using S = FiveProductShared<kColumns>;
+template <typename Params, typename S>
+__device__ __forceinline__ void fetch_five_product(const Params& p, S& shared, u32 rows) {
   Producer<S::kTiles.queries> ring;
   fence_async_proxy_global();  // statistics were written by ordinary stores
   for (Producer<S::kTiles.items> items;; items.next()) {
@@ -116,25 +143,28 @@ __device__ __forceinline__ void fetch_five_product(const FiveProductParams& p, F
     fetch<S::kHalves>(p.v, k + S::kRowTile, S::kRowHalf, full, place, item.batch, item.head);
     five_product_steps(p, item, [&](const FiveProductTurn& turn) {
       const u32 filled = shared.queries.acquire(ring);
-      mbarrier::arrive_expect(filled, (S::kApart ? 1 : 2) * S::kColTile + kStream * sizeof(RowStats));
+      if constexpr (S::kScored) {
+        shared.heads[ring.stage] = score_head<S::kScore>(p.more, item.batch, turn.head);
+        shared.firsts[ring.stage] = turn.col * kStream;
+      }
+      mbarrier::arrive_expect(filled, (S::kApart ? 1 : 2) * S::kColTile + S::kStatsBytes);
       fetch<S::kHalves>(p.q, rows + S::kQueries + ring.stage * S::kColTile, S::kColHalf, filled,
                         {turn.col * kStream, 0, 0, 0}, item.batch, turn.head);
       if constexpr (!S::kApart) {
         fetch<S::kHalves>(p.d_o, rows + S::kOutputs + ring.stage * S::kColTile, S::kColHalf, filled,
                           {turn.col * kStream, 0, 0, 0}, item.batch, turn.head);
       }
-      tma::load_bytes(shared_address(shared.stats[ring.stage]), p.stats + static_cast<i64>(turn.tile) * kStream,
-                      kStream * sizeof(RowStats), filled);
+      tma::load_bytes(shared_address(shared.stats[ring.stage]),
+                      reinterpret_cast<const u8*>(p.stats) + static_cast<i64>(turn.tile) * S::kStatsStep,
+                      S::kStatsBytes, filled);
       ring.next();
     });
   }
 }
 
 /// Another one fetches d_o, where shared memory has room for fewer of its tiles than of q's.
-template <int kColumns>
-__device__ __forceinline__ void fetch_outputs(const FiveProductParams& p, FiveProductShared<kColumns>& shared,
-                                              u32 rows) {
-  using S = FiveProductShared<kColumns>;
+template <typename S>
+__device__ __forceinline__ void fetch_outputs(const FiveProductParams& p, S& shared, u32 rows) {
   Producer<S::kTiles.outputs> ring;
   five_product_items(shared, [&](int index, int place) {
     const FiveProductItem item(p, index);
@@ -150,10 +180,8 @@ __device__ __forceinline__ void fetch_outputs(const FiveProductParams& p, FivePr
 }
 
 /// And one for each of the two places of dq adds what is there to its sum, when it is its turn.
-template <int kColumns>
-__device__ __forceinline__ void add_in_turn(const FiveProductParams& p, FiveProductShared<kColumns>& shared, u32 rows,
-                                            u32 which) {
-  using S = FiveProductShared<kColumns>;
+template <typename S>
+__device__ __forceinline__ void add_in_turn(const FiveProductParams& p, S& shared, u32 rows, u32 which) {
   Consumer<2> ring;
   five_product_items(shared, [&](int index, int place) {
     const FiveProductItem item(p, index);
@@ -211,9 +239,8 @@ __device__ __forceinline__ void multiply_gradients(float (&dq)[kStream / 2], u32
 }
 
 /// With 64 columns a warpgroup does nothing else.
-template <typename T>
-__device__ __forceinline__ void multiply_queries(const FiveProductParams& p, FiveProductShared<64>& shared, u32 rows) {
-  using S = FiveProductShared<64>;
+template <typename T, typename S>
+__device__ __forceinline__ void multiply_queries(const FiveProductParams& p, S& shared, u32 rows) {
   Consumer<S::kTiles.scores> ring;
   Producer<2> places;
   five_product_items(shared, [&](int index, int place) {
@@ -262,11 +289,10 @@ __device__ __forceinline__ void cut_keys(float (&s)[kStream / 2], u32 hidden) {
 
 /// Two warpgroups of 64 keys each. While exponents are taken or dS is made, products are under way. With 128 columns
 /// each also makes dq of 64 columns, where dP was, and finds dSᵀ for dk in shared memory: registers are all taken.
-template <typename T, bool kMasked, bool kPadded, int kColumns>
-__device__ __forceinline__ void multiply_keys(const FiveProductParams& p, FiveProductShared<kColumns>& shared,
-                                              u32 rows) {
-  using S = FiveProductShared<kColumns>;
+template <typename T, int kColumns, bool kMasked, bool kPadded, unsigned kScore, typename S>
+__device__ __forceinline__ void multiply_keys(const FiveProductParamsOf<kScore>& p, S& shared, u32 rows) {
   using wgmma::Major;
+  using K = ScoreKind<kScore>;
   const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1, lane = static_cast<int>(threadIdx.x) % 32;
   const int warp_row = static_cast<int>(threadIdx.x) / 32 % 4 * 16;
   Consumer<S::kTiles.queries> ring;
@@ -293,7 +319,21 @@ __device__ __forceinline__ void multiply_keys(const FiveProductParams& p, FivePr
       hidden = hide_keys<S>(p, of.batch, of.tile * kRows + warpgroup * 64, k);
       join_cleared(1 + warpgroup);
     }
+    ScoresByKey<kScore, true> scores;
+    int key0 = 0;
+    if constexpr (K::kTokens) {
+      key0 = FiveProductItem(p, index).tile * kRows + warpgroup * 64 + warp_row;
+    }
+    const auto key = [&](int n) { return key0 + n; };
+    const auto ask_bias = [&](u32 stage) {
+      if constexpr (K::kTokens) {
+        const int first = shared.firsts[stage];
+        scores.ask(
+            p.more, shared.heads[stage], [&](int n) { return first + n; }, key, true);
+      }
+    };
     shared.queries.wait(ring);
+    ask_bias(ring.stage);
     ask(at(ring.stage));
     wgmma::wait<0>();
     const FiveProductItem item(p, index);
@@ -313,13 +353,32 @@ __device__ __forceinline__ void multiply_keys(const FiveProductParams& p, FivePr
       wgmma::fence();
       multiply_scores<T, kColumns, kStream>(dp, v, S::kRowHalf, d_o, S::kColHalf);
       wgmma::commit();
-      to_probabilities(s, p.scale_2, [&](int j) { return stat(0, j); });
       const bool cut = kMasked && low > 1 - kRows;
-      if (cut) {
-        cut_band(s, {kBand, low, kStream, kStream}, warpgroup * 64 + warp_row + lane / 4, 0.0f);
+      const auto cut_all = [&](float(&x)[kStream / 2]) {
+        if (cut) {
+          cut_band(x, {kBand, low, kStream, kStream}, warpgroup * 64 + warp_row + lane / 4, 0.0f);
+        }
+        if (kPadded && hidden != 0) {
+          cut_keys(x, hidden);
+        }
+      };
+      if constexpr (K::kCaps) {
+        cut_all(s);
       }
-      if (kPadded && hidden != 0) {
-        cut_keys(s, hidden);
+      if constexpr (K::kBoth) {
+        wgmma::wait<0>();  // for dP
+      }
+      if constexpr (kScore != 0) {
+        const int first = shared.firsts[stage];
+        score_keys(
+            p.more, scores, shared.heads[stage], s, dp, [&](int n) { return first + n; }, key, shared.stats[stage],
+            shared.stats[stage][2]);
+      } else {
+        to_probabilities(s, p.scale_2, [&](int j) { return stat(0, j); });
+      }
+      cut_all(s);
+      if constexpr (K::kBoth) {
+        cut_all(dp);
       }
       if constexpr (kMasked) {
         low += (n - 1) % steps == 0 ? (1 - steps) * kStream : kStream;
@@ -328,7 +387,9 @@ __device__ __forceinline__ void multiply_keys(const FiveProductParams& p, FivePr
       wgmma::fence();
       multiply_values<T, kColumns, kStream>(dv, left, d_o, S::kColHalf);
       wgmma::commit();
-      wgmma::wait<1>();  // for dP, and dk of the step before
+      if constexpr (!K::kBoth) {
+        wgmma::wait<1>();  // for dP, and dk of the step before
+      }
       if constexpr (S::kThird) {
         shared.queries.release(before);
         before = stage;
@@ -343,7 +404,12 @@ __device__ __forceinline__ void multiply_keys(const FiveProductParams& p, FivePr
           }
         }
       };
-      if (cut || (kPadded && hidden != 0)) {
+      if constexpr (K::kBoth) {
+#pragma unroll
+        for (int i = 0; i < kStream / 2; ++i) {
+          s[i] = dp[i];
+        }
+      } else if (cut || (kPadded && hidden != 0)) {
         to_gradients.template operator()<true>();
       } else {
         to_gradients.template operator()<false>();
@@ -370,6 +436,9 @@ __device__ __forceinline__ void multiply_keys(const FiveProductParams& p, FivePr
           shared.queries.wait(ring);
         }
         ask(n > 1 ? at(ring.stage) : q);  // the last is for nothing: the compiler must know what is under way
+        if constexpr (K::kTokens) {
+          ask_bias(n > 1 ? ring.stage : static_cast<u32>(stage));
+        }
       };
       if constexpr (S::kThird) {
         ask_next();
@@ -409,7 +478,7 @@ __device__ __forceinline__ void multiply_keys(const FiveProductParams& p, FivePr
     const int own = item.tile * kRows + warpgroup * 64 + warp_row + lane % 16;
     const int4 note{0, item.batch, item.head, item.tile};
     named_barrier(1 + warpgroup, 128);  // no one reads this half of v any more
-    store_lines<T, kColumns>(p.d_v, p.value_depth, 0, note, own, dv, 1.0f, v);
+    store_lines<T, kColumns>(p.d_v, p.value_depth, 0, note, own, dv, kept_factor(p), v);
     __syncwarp();
     store_lines<T, kColumns>(p.d_k, p.depth, 0, note, own, dk, p.scale, v);
     fence_async_proxy();  // the next rows come by the copy engine
@@ -418,12 +487,8 @@ __device__ __forceinline__ void multiply_keys(const FiveProductParams& p, FivePr
 }
 
 /// kMasked: query tiles may be under a band. kPadded: keys may be padding.
-template <typename T, int kColumns, bool kMasked, bool kPadded>
-__global__ void __launch_bounds__(five_product_tiles(kColumns).threads, 1)
-    backward_five_product(const __grid_constant__ FiveProductParams p) {
-  using S = FiveProductShared<kColumns>;
-  extern __shared__ u8 raw[];
-  __shared__ S shared;
+template <typename T, int kColumns, bool kMasked, bool kPadded, unsigned kScore, typename S>
+__device__ __forceinline__ void run_five_product(const FiveProductParamsOf<kScore>& p, S& shared, const u8* raw) {
   const u32 rows = stages_in(raw);
   init_barriers([&] {
     shared.rows.make(1, 8 + (S::kThird ? 4 : 0) + (S::kApart ? 3 : 2));
@@ -450,8 +515,25 @@ __global__ void __launch_bounds__(five_product_tiles(kColumns).threads, 1)
     }
   } else {
     more_registers<S::kRegisters>();
-    multiply_keys<T, kMasked, kPadded>(p, shared, rows);
+    multiply_keys<T, kColumns, kMasked, kPadded, kScore>(p, shared, rows);
   }
+}
+
+template <typename T, int kColumns, bool kMasked, bool kPadded>
+__global__ void __launch_bounds__(five_product_tiles(kColumns).threads, 1)
+    backward_five_product(const __grid_constant__ FiveProductParams p) {
+  extern __shared__ u8 raw[];
+  __shared__ ScoredFiveProductShared<kColumns, 0> shared;
+  run_five_product<T, kColumns, kMasked, kPadded, 0>(p, shared, raw);
+}
+/// kScore: options.
+template <typename T, int kColumns, bool kMasked, bool kPadded, unsigned kScore>
+__global__ void __launch_bounds__(five_product_tiles(kColumns).threads, 1)
+    scored_backward_five_product(const __grid_constant__ ScoredFiveProductParams p) {
+  extern __shared__ u8 raw[];
+  __shared__ ScoredFiveProductShared<kColumns, kScore> shared;
+  static_assert(kColumns < 128 || sizeof(shared) == kScoredStatic);
+  run_five_product<T, kColumns, kMasked, kPadded, kScore>(p, shared, raw);
 }
 
 /// Queries' gradients from their sums: a CTA for each tile.

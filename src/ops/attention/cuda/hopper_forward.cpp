@@ -11,8 +11,10 @@ namespace {
 namespace driver = fretwork::cuda;
 using driver::uploaded;
 
-std::optional<Launch<ForwardParams>> forward_launch(const Problem& p, const HeadRange& range, const Prepared& prepared,
-                                                    std::size_t at, Seen& seen, Context& context) {
+using ForwardLaunch = Launch<ScoredForwardParams>;
+
+std::optional<ForwardLaunch> forward_launch(const Problem& p, const HeadRange& range, const Prepared& prepared,
+                                            std::size_t at, RowSum* tops, Seen& seen, Context& context) {
   const DeviceComponent& c = prepared.component(at);
   const int rows = range.plan->shape.rows, pack = kRows / rows;
   const auto q = make_source(from_head(p.q, range.first, 2), {p.batch, range.count / pack, p.rows}, p.depth, c.rows,
@@ -22,7 +24,7 @@ std::optional<Launch<ForwardParams>> forward_launch(const Problem& p, const Head
   if (!q || !k || !v) {
     return std::nullopt;
   }
-  ForwardParams params{};
+  ScoredForwardParams params{};
   params.q = *q;
   params.k = *k;
   params.v = *v;
@@ -38,7 +40,14 @@ std::optional<Launch<ForwardParams>> forward_launch(const Problem& p, const Head
   params.merge = at > 0 || prepared.fill ? 1 : 0;
   params.scale = static_cast<float>(p.scale * 1.4426950408889634);
   params.value_depth = static_cast<int>(p.value_depth);
-  JoinParams join = join_of(prepared, at);
+  if (score_of(p) != 0) {
+    params.more = score_more(p, range.first, c.rows.order, c.cols.order);
+    params.more.tops = tops;
+  }
+  ScoredJoinParams join = join_of(prepared, at);
+  join.tops = tops;
+  join.heads = static_cast<int>(p.heads);
+  join.queries = static_cast<int>(p.rows);
   join.out[0] = params.o;
   join.lse = params.lse;
   join.lines[0] = columns_of(p).values;
@@ -46,8 +55,8 @@ std::optional<Launch<ForwardParams>> forward_launch(const Problem& p, const Head
   join.head0 = params.head0;
   join.pack = params.pack;
   join.merge = params.merge;
-  return Launch<ForwardParams>{config_of(Pass::forward, p, prepared, at, !seen.empty()), prepared.schedules[at].grid,
-                               params, join, prepared.schedules[at].parts};
+  return ForwardLaunch{config_of(Pass::forward, p, prepared, at, !seen.empty()), prepared.schedules[at].grid, params,
+                       join, prepared.schedules[at].parts};
 }
 
 std::int64_t steps_of(const Plan& plan) {
@@ -131,9 +140,14 @@ bool launch(const Problem& problem, const Plans& plans, Context& context, int lo
     p.lse = {lse.data(), p.heads * p.rows, p.rows, 1, 1};
   }
   std::vector<std::shared_ptr<const Prepared>> kept;  // until all is launched
-  std::vector<Launch<ForwardParams>> launches;
+  std::vector<ForwardLaunch> launches;
   std::vector<HeadRange> fills;
   Seen seen;
+  const bool joins = score_of(p) != 0 && std::any_of(plans.begin(), plans.end(), [](const auto& plan) {
+                       return plan->components.size() != 1 || !plan->components.front().covers_rows;
+                     });
+  const std::size_t tops_bytes = joins ? static_cast<std::size_t>(p.batch * p.heads * p.rows) * sizeof(RowSum) : 0;
+  const Workspace tops(context, tops_bytes);  // what components with options hand on
   for (const HeadRange& range : ranges_of(plans, p.heads)) {
     const int pack = kRows / range.plan->shape.rows;
     const Pairs pairs{static_cast<int>(p.batch), static_cast<int>(range.count) / pack,
@@ -143,7 +157,7 @@ bool launch(const Problem& problem, const Plans& plans, Context& context, int lo
       fills.push_back(range);
     }
     for (std::size_t at = 0; at < prepared->schedules.size(); ++at) {
-      const auto made = forward_launch(p, range, *prepared, at, seen, context);
+      const auto made = forward_launch(p, range, *prepared, at, static_cast<RowSum*>(tops.data()), seen, context);
       if (!made) {
         return false;
       }
@@ -154,6 +168,9 @@ bool launch(const Problem& problem, const Plans& plans, Context& context, int lo
   give_parts(launches, parts);
   prepare_kernels(launches, std::vector<KernelConfig>(fills.empty() ? 0 : 1, {Pass::fill, p.dtype}),
                   context.device.index);
+  if (joins && !fills.empty()) {
+    driver::fill_zero(tops.data(), tops_bytes, context.stream);
+  }
   for (const HeadRange& range : fills) {
     launch_fill(p.dtype, from_head(p.o, range.first, 2), from_head(p.lse, range.first, 4),
                 {p.batch, range.count, p.rows}, p.value_depth, context);

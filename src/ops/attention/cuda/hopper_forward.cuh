@@ -5,6 +5,7 @@
 #pragma once
 
 #include "ops/attention/cuda/hopper.cuh"
+#include "ops/attention/cuda/hopper_score.cuh"
 
 namespace fretwork::attention_op::hopper {
 
@@ -20,13 +21,21 @@ struct ForwardShared {
   RingBarriers<kStages> k, v;
   int4 items[kItems], steps[kStages];
   int used[kStages], parts[kItems];
+  static constexpr bool kTokens = false;
 };
+/// Of kernels with options. Registers have no room for two steps.
+template <int kDepth, int kValues, unsigned kScore>
+struct ScoredForwardShared : ForwardShared<kDepth, kValues> {
+  using Base = ForwardShared<kDepth, kValues>;
+  static constexpr bool kAhead = false, kTokens = ScoreKind<kScore>::kTokens;
+  alignas(16) int tokens[Base::kStages][kTokens ? Base::kCols : 4];  ///< of the columns
+};
+template <int kDepth, int kValues>
+struct ScoredForwardShared<kDepth, kValues, 0> : ForwardShared<kDepth, kValues> {};
 
 /// Fetches everything this CTA needs, in the order in which it is used.
-template <bool kGeneral, bool kSplit, int kDepth, int kValues>
-__device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardShared<kDepth, kValues>& shared, u32 q,
-                                              u32 k, u32 v) {
-  using S = ForwardShared<kDepth, kValues>;
+template <bool kGeneral, bool kSplit, typename S>
+__device__ __forceinline__ void forward_fetch(const ForwardParams& p, S& shared, u32 q, u32 k, u32 v) {
   constexpr int kHalves = S::kHalves;
   const Walk& walk = p.walk;
   Producer<S::kItems> items;
@@ -71,7 +80,11 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
         const u32 k_full = shared.k.acquire(at);
         shared.steps[at.stage] = mask_of(walk, r);
         shared.used[at.stage] = used_of<true>(walk, item.y, run.x + n);
-        mbarrier::arrive_expect(k_full, key_bytes);
+        mbarrier::arrive_expect(k_full, key_bytes + (S::kTokens ? S::kCols * 4 : 0));
+        if constexpr (S::kTokens) {
+          tma::load_bytes(shared_address(shared.tokens[at.stage]), walk.col_tokens + (run.x + n) * S::kCols,
+                          S::kCols * 4, k_full);
+        }
         fetch<kHalves>(p.k, k + at.stage * S::kKeyTile, S::kColHalf, k_full, tile, item.y, kv_head);
         const u32 v_full = shared.v.acquire(at);
         mbarrier::arrive_expect(v_full, value_bytes);
@@ -90,8 +103,9 @@ struct RunningRows {
   float most[2], sum[2];
 
   /// Finds the new largest and gives what exponents are to be taken of, which may be the scores' own place, and what
-  /// older ones must be multiplied by.
-  template <int kSize>
+  /// older ones must be multiplied by. kScored: the scale is in the scores, which may be so large that differences must
+  /// come before products.
+  template <bool kScored, int kSize>
   __device__ __forceinline__ void shift(const float (&s)[kSize], float (&x)[kSize], float scale,
                                         float (&correction)[2]) {
     float now[2][2] = {{most[0], s[1]}, {most[1], s[3]}}, offset[2];  // two chains a row: one waits for itself
@@ -104,14 +118,16 @@ struct RunningRows {
       float all = fmaxf(now[h][0], now[h][1]);
       all = fmaxf(all, __shfl_xor_sync(0xffffffffu, all, 1));
       all = fmaxf(all, __shfl_xor_sync(0xffffffffu, all, 2));
-      offset[h] = all == -infinity() ? 0.0f : all * scale;
-      correction[h] = most[h] == all ? 1.0f : exp2_fast(most[h] * scale - offset[h]);
+      offset[h] = all == -infinity() ? 0.0f : kScored ? all : all * scale;
+      correction[h] = most[h] == all ? 1.0f
+                      : kScored      ? exp2_fast((most[h] - offset[h]) * kLog2e)
+                                     : exp2_fast(most[h] * scale - offset[h]);
       most[h] = all;
       sum[h] *= correction[h];
     }
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      x[i] = s[i] * scale - offset[i / 2 % 2];
+      x[i] = kScored ? (s[i] - offset[i / 2 % 2]) * kLog2e : s[i] * scale - offset[i / 2 % 2];
     }
   }
   /// The exponents that exp2_of then made of it.
@@ -207,11 +223,52 @@ __device__ __forceinline__ void merge_rows(const ForwardParams& p, const T* out,
   __syncwarp();  // the quad has read the old lse
 }
 
+/// The same of scores with options, whose log-sum-exps may have no room for a sum: (top, sum) is handed on instead.
+/// done.lse are natural logarithms.
+template <typename T, int kValues>
+__device__ __forceinline__ void merge_scored_rows(const ScoredForwardParams& p, const T* out, RowSum* tops,
+                                                  float (&o)[kValues / 2], const RunningRows& rows, DoneRows& done) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const bool there = done.token[h] >= 0;
+    RowSum all{rows.most[h], rows.sum[h]};
+    float keep = 0.0f, add = all.sum == 0.0f ? 0.0f : 1.0f / all.sum;
+    if (p.merge != 0 && there) {
+      const RowSum old = tops[done.token[h]];
+      if (old.sum != 0.0f) {
+        all.top = fmaxf(old.top, rows.sum[h] == 0.0f ? old.top : rows.most[h]);
+        const float a = old.sum * exp2_fast((old.top - all.top) * kLog2e);
+        const float b = rows.sum[h] == 0.0f ? 0.0f : exp2_fast((rows.most[h] - all.top) * kLog2e);
+        all.sum = a + rows.sum[h] * b;
+        keep = a / all.sum;
+        add = b / all.sum;
+      }
+    }
+    done.share[h] = add * p.more.score.kept;
+    done.lse[h] = all.sum == 0.0f ? -infinity() : all.top + log2f(all.sum) * kLn2;
+    __syncwarp();  // the quad has read the old sum
+    if (threadIdx.x % 4 == 0 && there && tops != nullptr) {
+      tops[done.token[h]] = all;
+    }
+    if (keep != 0.0f) {
+      const u32* const from = reinterpret_cast<const u32*>(out + done.token[h] * p.o.row) + threadIdx.x % 4;
+#pragma unroll
+      for (int j = 0; j < kValues / 8; ++j) {
+        const u32 old = 8 * j < p.value_depth ? from[4 * j] : 0;
+        o[4 * j + 2 * h] = o[4 * j + 2 * h] * done.share[h] + keep * widen(T{static_cast<u16>(old)});
+        o[4 * j + 2 * h + 1] = o[4 * j + 2 * h + 1] * done.share[h] + keep * widen(T{static_cast<u16>(old >> 16)});
+      }
+      done.share[h] = 1.0f;
+    }
+  }
+}
+
 /// Rounds the rows of a warp and stores them through its share of `buffer`, and their log-sum-exps. With `merge` they
 /// join what is there.
-template <typename T, int kValues>
-__device__ __forceinline__ void store_rows(const ForwardParams& p, int batch, int head, int own,
-                                           float (&o)[kValues / 2], RunningRows& rows, u32 buffer, u32 half) {
+template <typename T, int kValues, typename Params>
+__device__ __forceinline__ void store_rows(const Params& p, int batch, int head, int own, float (&o)[kValues / 2],
+                                           RunningRows& rows, u32 buffer, u32 half) {
+  constexpr bool kScored = !is_same<Params, ForwardParams>;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   T* const out = static_cast<T*>(p.o.data) + batch * p.o.batch + head * p.o.head;
   float* const out_lse = static_cast<float*>(p.lse.data) + batch * p.lse.batch + head * p.lse.head;
@@ -220,17 +277,24 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, int batch, in
   for (int h = 0; h < 2; ++h) {
     float sum = rows.sum[h] + __shfl_xor_sync(0xffffffffu, rows.sum[h], 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    done.share[h] = sum == 0.0f ? 0.0f : reciprocal(sum);
-    done.lse[h] = sum == 0.0f ? -infinity() : rows.most[h] * p.scale + log2_fast(sum);
+    if constexpr (kScored) {
+      rows.sum[h] = sum;
+    } else {
+      done.share[h] = sum == 0.0f ? 0.0f : reciprocal(sum);
+      done.lse[h] = sum == 0.0f ? -infinity() : rows.most[h] * p.scale + log2_fast(sum);
+    }
     done.token[h] = __shfl_sync(0xffffffffu, own, lane / 4 + 8 * h);
   }
-  if (p.merge != 0) {
+  if constexpr (kScored) {
+    const i64 first = (static_cast<i64>(batch) * p.more.heads + head) * p.more.queries;
+    merge_scored_rows<T, kValues>(p, out, p.more.tops != nullptr ? p.more.tops + first : nullptr, o, rows, done);
+  } else if (p.merge != 0) {
     merge_rows<T, kValues>(p, out, out_lse, o, done);
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     if (lane % 4 == 0 && done.token[h] >= 0) {
-      out_lse[done.token[h] * p.lse.row] = done.lse[h] * kLn2;
+      out_lse[done.token[h] * p.lse.row] = kScored ? done.lse[h] : done.lse[h] * kLn2;
     }
   }
 #pragma unroll
@@ -251,27 +315,32 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, int batch, in
 }
 
 /// A thread's sums as they stand, for those who join them.
-template <int kValues>
-__device__ __forceinline__ void store_part(const ForwardParams& p, int part, int row, const float (&o)[kValues / 2],
+template <int kValues, typename Params>
+__device__ __forceinline__ void store_part(const Params& p, int part, int row, const float (&o)[kValues / 2],
                                            const RunningRows& rows) {
+  constexpr bool kScored = !is_same<Params, ForwardParams>;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float sum = rows.sum[h] + __shfl_xor_sync(0xffffffffu, rows.sum[h], 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     if (threadIdx.x % 4 == 0) {
-      p.shares[part * kRows + row + 8 * h] = {rows.most[h] * p.scale, sum};
+      p.shares[part * kRows + row + 8 * h] = {kScored ? rows.most[h] : rows.most[h] * p.scale, sum};
     }
   }
-  put_part<kValues>(p.sums, part, row, o, 1.0f);
+  if constexpr (kScored) {
+    put_part<kValues>(p.sums, part, row, o, p.more.score.kept);
+  } else {
+    put_part<kValues>(p.sums, part, row, o, 1.0f);
+  }
 }
 
 /// kGeneral: there are masks of bits, or keys that nothing uses. kSplit: items may be pieces of tiles, and heads may
 /// share tiles.
-template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit>
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit, unsigned kScore = 0>
 struct Forward {
-  using S = ForwardShared<kDepth, kValues>;
+  using S = ScoredForwardShared<kDepth, kValues, kScore>;
   static constexpr Roles kRoles{.consumers = 2, .producer_registers = 24, .consumer_registers = 240};
-  const ForwardParams& p;
+  const ForwardParamsOf<kScore>& p;
   S& shared;
   u32 q, k, v;  ///< tiles
 
@@ -304,6 +373,10 @@ struct Forward {
       float o[kValues / 2], s[kCols / 2];
       u32 probabilities[kCols / 16][4];
       RunningRows rows{{-infinity(), -infinity()}, {0.0f, 0.0f}};
+      ScoresByQuery<kScore, kCols> scores;
+      if constexpr (kScore != 0) {
+        scores.begin(p.more, note.y, head_of<kSplit>(p, note, warpgroup) - p.head0, token);
+      }
 #pragma unroll
       for (float& sum : o) {
         sum = 0.0f;
@@ -361,7 +434,7 @@ struct Forward {
           shared.k.release(static_cast<int>(at.stage));
           at.next();
           float correction[2];
-          rows.shift(s, x, p.scale, correction);
+          rows.template shift<false>(s, x, p.scale, correction);
           if constexpr (!kLast) {
             ask();
           }
@@ -389,6 +462,11 @@ struct Forward {
           clear_values();
           shared.k.wait(at);
           const int4 mask = read_note(shared.steps[at.stage]);
+          const int* tokens = nullptr;
+          if constexpr (S::kTokens) {
+            tokens = shared.tokens[at.stage];
+            scores.ask(p.more, tokens);
+          }
           wgmma::fence();
           multiply_scores<T, kDepth, kCols>(s, own, S::kRowHalf, k + at.stage * S::kKeyTile, S::kColHalf);
           wgmma::commit();
@@ -406,19 +484,29 @@ struct Forward {
           } else {
             wgmma::wait<0>();
           }
+          u32 dropped[kCols / 64] = {};
+          if constexpr (kScore != 0) {
+            if constexpr (ScoreKind<kScore>::kCaps) {
+              cut_read<kGeneral>(s, mask, bits, p.walk.used, used_now, row, 0.0f);
+            }
+            scores.apply(p.more, s, tokens, [&](int i, float, int key) {
+              if constexpr (ScoreKind<kScore>::kDrops) {
+                dropped[i / 32] |= (keeps(p.more, scores.drop[i / 2 % 2], key) ? 0u : 1u) << i % 32;
+              }
+            });
+          }
           shared.k.release(static_cast<int>(at.stage));
-          if (kGeneral && mask.x >= 0) {
-            bits.cut(s, -infinity());
-          } else if (mask.x == kBand) {
-            cut_band(s, mask, row, -infinity());
-          }
-          if (kGeneral && used_now >= 0) {
-            cut_columns(s, p.walk.used + used_now, -infinity());
-          }
+          cut_read<kGeneral>(s, mask, bits, p.walk.used, used_now, row, -infinity());
           float correction[2];
-          rows.shift(s, s, p.scale, correction);
+          rows.template shift<kScore != 0>(s, s, p.scale, correction);
           exp2_of<0, kCols / 2>(s);
           rows.add_up(s);
+          if constexpr (ScoreKind<kScore>::kDrops) {
+#pragma unroll
+            for (int i = 0; i < kCols / 2; ++i) {
+              s[i] = (dropped[i / 32] >> i % 32 & 1) != 0 ? 0.0f : s[i];
+            }
+          }
           if (n > 0) {
             wgmma::wait<0>();
             values_added(correction);
@@ -446,11 +534,8 @@ struct Forward {
   }
 };
 
-template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit>
-__global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ ForwardParams p) {
-  using S = ForwardShared<kDepth, kValues>;
-  extern __shared__ u8 raw[];
-  __shared__ S shared;
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit, unsigned kScore, typename S>
+__device__ __forceinline__ void run_forward(const ForwardParamsOf<kScore>& p, S& shared, const u8* raw) {
   const u32 q = stages_in(raw), k = q + S::kItems * S::kRowTile, v = k + S::kStages * S::kKeyTile;
   clear_unplaced(k, S::kStages * (S::kHalves + S::kValueHalves), S::kCols, p.walk.col_places);
   init_barriers([&] {
@@ -459,7 +544,20 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
     shared.v.make(1, 8);
   });
   begin_after_earlier_kernel();
-  run_warp_specialized(Forward<T, kDepth, kValues, kGeneral, kSplit>{p, shared, q, k, v});
+  run_warp_specialized(Forward<T, kDepth, kValues, kGeneral, kSplit, kScore>{p, shared, q, k, v});
+}
+
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit>
+__global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ ForwardParams p) {
+  extern __shared__ u8 raw[];
+  __shared__ ScoredForwardShared<kDepth, kValues, 0> shared;
+  run_forward<T, kDepth, kValues, kGeneral, kSplit, 0>(p, shared, raw);
+}
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit, unsigned kScore>
+__global__ void __launch_bounds__(kThreads, 1) scored_forward(const __grid_constant__ ScoredForwardParams p) {
+  extern __shared__ u8 raw[];
+  __shared__ ScoredForwardShared<kDepth, kValues, kScore> shared;
+  run_forward<T, kDepth, kValues, kGeneral, kSplit, kScore>(p, shared, raw);
 }
 
 /// o = 0 and lse = −∞, one warp for each row.

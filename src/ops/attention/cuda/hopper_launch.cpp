@@ -20,8 +20,13 @@ KernelSpec instance(const std::string& file, const std::string& kernel, DType dt
 }
 std::string flag(bool value) { return value ? ", true" : ", false"; }
 
+/// Kernels with options have names of their own.
+std::string scored(const Extras& extras, const char* kernel) {
+  return std::string(extras.score != 0 ? "scored_" : "") + kernel;
+}
+
 KernelSpec forward_instance(DType dtype, const Columns& columns, const Extras& extras) {
-  return instance("forward", "forward", dtype, columns.text() + extras.text());
+  return instance("forward", scored(extras, "forward"), dtype, columns.text() + extras.text());
 }
 KernelSpec backward_instance(DType dtype, const Columns& columns, Pass pass, const Extras& extras) {
   if (pass == Pass::d_values) {
@@ -32,21 +37,28 @@ KernelSpec backward_instance(DType dtype, const Columns& columns, Pass pass, con
     return instance("backward_head_dim_gt_128", "backward_head_dim_gt_128", dtype,
                     columns.text() + flag(pass == Pass::d_keys) + extras.text());
   }
-  return instance("backward", pass == Pass::d_keys ? "backward_keys" : "backward_queries", dtype,
+  return instance("backward", scored(extras, pass == Pass::d_keys ? "backward_keys" : "backward_queries"), dtype,
                   columns.text() + extras.text());
 }
 KernelSpec fill_instance(DType dtype) { return instance("forward", "fill", dtype, ""); }
-KernelSpec statistics_instance(DType dtype) {
-  return {"ops/attention/cuda/rows.cuh", std::string("fretwork::attention_stats<") + device_type(dtype) + ", 8>"};
+KernelSpec statistics_instance(DType dtype, bool score) {
+  return {"ops/attention/cuda/rows.cuh",
+          std::string("fretwork::attention_stats<") + device_type(dtype) + (score ? ", 8, true>" : ", 8>")};
 }
-KernelSpec join_instance(DType dtype) { return instance("join", "join", dtype, ""); }
+KernelSpec join_instance(DType dtype, bool score) {
+  return instance("join", score ? "scored_join" : "join", dtype, "");
+}
 /// Of kernels that make all gradients at once, for as many columns of q and k as of v.
-KernelSpec five_product_instance(DType dtype, const Columns& columns, Pass pass, bool masked, bool padded) {
+KernelSpec five_product_instance(DType dtype, const Columns& columns, Pass pass, const Extras& extras) {
   return pass == Pass::five_product
-             ? instance("backward_five_product", "backward_five_product", dtype,
-                        ", " + std::to_string(columns.most()) + flag(masked) + flag(padded))
+             ? instance("backward_five_product", scored(extras, "backward_five_product"), dtype,
+                        ", " + std::to_string(columns.most()) + extras.text())
              : instance("backward_five_product", "finish_five_product", dtype, ", " + std::to_string(columns.most()));
 }
+
+/// Options that the list has: a bias of the operands' type, ALiBi, softcap, dropout. There are 27 others, compiled as
+/// they are asked for.
+std::vector<unsigned> listed_scores(DType dtype) { return {dtype == DType::f16 ? 2u : 3u, kAlibi, kSoftcap, kDropout}; }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
@@ -59,14 +71,27 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   }
   for (const DType dtype : {DType::f16, DType::bf16}) {
     list.push_back(fill_instance(dtype));
-    list.push_back(statistics_instance(dtype));
-    list.push_back(join_instance(dtype));
+    for (const bool score : {false, true}) {
+      list.push_back(statistics_instance(dtype, score));
+      list.push_back(join_instance(dtype, score));
+    }
     for (const Columns& columns : {Columns{64, 64}, {128, 128}}) {
-      for (const auto& [masked, padded] : {std::pair{false, false}, {true, false}, {true, true}}) {
-        add(five_product_instance(dtype, columns, Pass::five_product, masked, padded),
-            five_product_shared(columns.most()));
+      for (const Extras& extras : {Extras{false, false}, {true, false}, {true, true}}) {
+        add(five_product_instance(dtype, columns, Pass::five_product, extras), five_product_shared(columns.most()));
       }
-      list.push_back(five_product_instance(dtype, columns, Pass::finish, false, false));
+      list.push_back(five_product_instance(dtype, columns, Pass::finish, {}));
+      for (const unsigned score : listed_scores(dtype)) {
+        if ((score & kDropout) == 0) {
+          add(five_product_instance(dtype, columns, Pass::five_product, {true, false, score}),
+              five_product_shared(columns.most(), true));
+        }
+        for (const bool general : {false, true}) {
+          const Extras extras{general, false, score};
+          add(forward_instance(dtype, columns, extras), forward_shared(columns));
+          add(backward_instance(dtype, columns, Pass::d_keys, extras), backward_shared(columns, true));
+          add(backward_instance(dtype, columns, Pass::d_queries, extras), backward_shared(columns, true));
+        }
+      }
     }
     for (const Columns& columns : {Columns{64, 64}, {64, 128}, {128, 128}, {192, 128}, {192, 192}, {256, 256}}) {
       for (const Extras& extras : {Extras{false, false}, {false, true}, {true, false}, {true, true}}) {
@@ -83,12 +108,58 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"attention", list_kernels};
 
-constinit KernelTable<774> kernels;
+constexpr unsigned kPlainKernels = 778;
+constinit KernelTable<kPlainKernels + 4 * kScoreCount * 32> kernels;
+
+/// Two elements at a time, as kernels read them.
+bool has_pairs(const Problem& p) {
+  const Bias& b = p.bias;
+  return b.data != nullptr && b.col == 1 &&
+         is_aligned(b.data, {b.row, p.heads > 1 ? b.head : 0, p.batch > 1 ? b.batch : 0}, size_of(b.dtype),
+                    2 * size_of(b.dtype));
+}
+
+/// Whether the kernels can do what is asked for besides the scale: offsets in a row of the bias have 32 bits, tokens
+/// are floats, and tanh is as precise as its bound.
+bool options_fit(const Problem& p) {
+  constexpr std::int64_t kTokens = 1 << 22;
+  const auto size = static_cast<std::int64_t>(size_of(p.bias.dtype));
+  const bool bias = p.bias.data == nullptr || (p.bias.row >= 0 && p.bias.col >= 0 && p.bias.row * size < kMost &&
+                                               p.cols * p.bias.col * size < kMost);
+  return std::max(p.depth, p.value_depth) <= 128 && bias && p.rows < kTokens && p.cols < kTokens &&
+         (p.softcap == 0 || (p.softcap >= 0x1p-10 && p.softcap <= 0x1p10));
+}
 
 }  // namespace
 
 std::string Columns::text() const { return ", " + std::to_string(depth) + ", " + std::to_string(values); }
-std::string Extras::text() const { return flag(general) + flag(split); }
+std::string Extras::text() const {
+  return flag(general) + flag(split) + (score != 0 ? ", " + std::to_string(score) : "");
+}
+unsigned score_of(const Problem& p) {
+  const unsigned bias = p.bias.data == nullptr       ? 0
+                        : p.bias.dtype == DType::f32 ? 1
+                        : p.bias.dtype == DType::f16 ? 2
+                                                     : 3;
+  return bias | (p.slopes.data != nullptr ? kAlibi : 0) | (p.softcap > 0 ? kSoftcap : 0) |
+         (p.dropout.rate > 0 ? kDropout : 0);
+}
+ScoreMore score_more(const Problem& p, std::int64_t first, const Order& rows, const Order& cols) {
+  const auto line = [](const Order& of) { return of.extent[0] == 1 && of.extent[1] == 1 && of.stride[2] == 1 ? 1 : 0; };
+  const auto size = static_cast<std::int64_t>(size_of(p.bias.dtype));
+  ScoreMore more{};
+  more.score = portable::score_arg(p);
+  more.cap = p.softcap > 0 ? static_cast<float>(2 * 1.4426950408889634 * p.scale / p.softcap) : 0.0f;
+  more.head0 = static_cast<int>(first);
+  more.heads = static_cast<int>(p.heads);
+  more.queries = static_cast<int>(p.rows);
+  more.bias_row = static_cast<int>(p.bias.row * size);
+  more.bias_col = static_cast<int>(p.bias.col * size);
+  more.bias_pairs = has_pairs(p) ? 1 : 0;
+  more.row_line = line(rows);
+  more.col_line = line(cols);
+  return more;
+}
 Columns columns_of(const Problem& p) {
   return {static_cast<int>(64 * ceil_div(p.depth, 64)), static_cast<int>(64 * ceil_div(p.value_depth, 64))};
 }
@@ -99,9 +170,14 @@ std::vector<Pass> backward_passes(const Columns& columns, bool keys) {
 }
 
 std::size_t KernelConfig::number() const {
-  const unsigned within = (dtype == DType::f16 ? 0u : 1u) | unsigned{extras.general} << 1 |
-                          unsigned{extras.split} << 2 | static_cast<unsigned>(columns.depth / 64 - 1) << 3 |
-                          static_cast<unsigned>(columns.values / 64 - 1) << 5;
+  const unsigned kind = (dtype == DType::f16 ? 0u : 1u) | unsigned{extras.general} << 1 | unsigned{extras.split} << 2;
+  const unsigned depth = static_cast<unsigned>(columns.depth / 64 - 1);
+  const unsigned values = static_cast<unsigned>(columns.values / 64 - 1);
+  if (extras.score != 0) {
+    const unsigned of = pass == Pass::five_product ? 3 : static_cast<unsigned>(pass);
+    return kPlainKernels + (of * kScoreCount + extras.score) * 32 + (kind | depth << 3 | values << 4);
+  }
+  const unsigned within = kind | depth << 3 | values << 5;
   constexpr unsigned kFill = 128 * static_cast<unsigned>(Pass::fill);
   const auto at = static_cast<unsigned>(pass);
   return (pass < Pass::fill ? 128 * at : kFill + 2 * (at - static_cast<unsigned>(Pass::fill))) + within;
@@ -118,13 +194,15 @@ KernelSpec KernelConfig::spec() const {
       return fill_instance(dtype);
     case Pass::five_product:
     case Pass::finish:
-      return five_product_instance(dtype, columns, pass, extras.general, extras.split);
+      return five_product_instance(dtype, columns, pass, extras);
     case Pass::join:
-      return join_instance(dtype);
+    case Pass::scored_join:
+      return join_instance(dtype, pass == Pass::scored_join);
     case Pass::statistics:
+    case Pass::scored_statistics:
       break;
   }
-  return statistics_instance(dtype);
+  return statistics_instance(dtype, pass == Pass::scored_statistics);
 }
 const Kernel& KernelConfig::kernel(int device) const {
   return kernels.get(number(), device, [this] { return spec(); });
@@ -135,7 +213,10 @@ int forward_shared(const Columns& columns) {
   const auto [cols, items, stages] = forward_tiles(columns.depth, columns.values);
   return 1024 + 2 * (items * kRows * columns.most() + stages * cols * (columns.depth + columns.values));
 }
-int backward_shared(const Columns& columns) {
+int backward_shared(const Columns& columns, bool scored) {
+  if (scored && columns.most() == 128) {
+    return kAllShared - kScoredStatic;
+  }
   if (columns.head_dim_gt_128()) {
     const auto [first, second] = head_dim_gt_128_stages(columns.most(), false);
     return 1024 + 2 * columns.most() * (2 * kRows + (first + second) * kBackwardShape.cols);
@@ -157,9 +238,8 @@ bool fits(const Problem& p, const Context& context) {
   const bool size = most > 32 && most <= kMostColumns && p.depth > 0 && p.value_depth > 0 && p.depth % 8 == 0 &&
                     p.value_depth % 8 == 0 && p.batch > 0 && p.heads > 0 && p.kv_heads > 0 && p.rows > 0 &&
                     p.cols > 0 && p.batch * p.heads < kMost;
-  const bool plain = p.softcap == 0 && p.bias.data == nullptr && p.slopes.data == nullptr && p.dropout.rate == 0;
-  return type && size && plain && static_cast<float>(p.scale) > 0 && std::isfinite(static_cast<float>(p.scale)) &&
-         movable(p.q) && movable(p.k) && movable(p.v) && movable(p.o) &&
+  return type && size && (score_of(p) == 0 || options_fit(p)) && static_cast<float>(p.scale) > 0 &&
+         std::isfinite(static_cast<float>(p.scale)) && movable(p.q) && movable(p.k) && movable(p.v) && movable(p.o) &&
          driver::kernel_arch(context.device.index) == "sm_90a";
 }
 
@@ -257,7 +337,10 @@ int heads_in_l2(const Problem& p) {
 // ------------------------------------------------------------------------------------------------- launches
 
 KernelConfig config_of(Pass pass, const Problem& p, const Prepared& prepared, std::size_t at, bool seen) {
-  return {pass, p.dtype, columns_of(p), {prepared.component(at).general || seen, prepared.schedules[at].split}};
+  return {pass,
+          p.dtype,
+          columns_of(p),
+          {prepared.component(at).general || seen, prepared.schedules[at].split, score_of(p)}};
 }
 
 SeenTiles see(const Problem& p, const DeviceComponent& component, int side, Walk& walk, Seen& seen, Context& context) {
@@ -277,8 +360,8 @@ SeenTiles see(const Problem& p, const DeviceComponent& component, int side, Walk
   return {made.tile_words(), made.group_count()};
 }
 
-JoinParams join_of(const Prepared& prepared, std::size_t at) {
-  JoinParams join{};
+ScoredJoinParams join_of(const Prepared& prepared, std::size_t at) {
+  ScoredJoinParams join{};
   join.splits = uploaded<Split>(prepared.memory, prepared.schedules[at].splits);
   join.tiles = prepared.schedules[at].split_count;
   join.row_tokens = uploaded<int>(prepared.plan->memory, prepared.component(at).rows.tokens);
@@ -299,20 +382,18 @@ void launch_fill(DType dtype, const Operand& x, const Operand& lse, const std::a
       .launch(ceil_div(params.rows, 8), 256, 0, &params, context.stream);
 }
 
-void give_memory(Launch<ForwardParams>& launch, char* memory) {
+void give_memory(Launch<ScoredForwardParams>& launch, char* memory) {
   launch.join.sums[0] = launch.params.sums = reinterpret_cast<float*>(memory);
   launch.join.shares = launch.params.shares = reinterpret_cast<Share*>(memory + launch.sums_bytes(0));
 }
-void give_memory(Launch<BackwardParams>& launch, char* memory) {
+void give_memory(Launch<ScoredBackwardParams>& launch, char* memory) {
   launch.join.sums[0] = launch.params.sums[0] = reinterpret_cast<float*>(memory);
   launch.join.sums[1] = launch.params.sums[1] = reinterpret_cast<float*>(memory + launch.sums_bytes(0));
 }
 
-void launch_join(DType dtype, const JoinParams& join, const Context& context) {
+void launch_join(const KernelConfig& config, const ScoredJoinParams& join, const Context& context) {
   const std::int64_t rows = std::int64_t{join.tiles} * kRows * (join.lines[1] > 0 ? 2 : 1);
-  KernelConfig{Pass::join, dtype}
-      .kernel(context.device.index)
-      .launch_behind(rows / kJoinWarps, 32 * kJoinWarps, 0, &join, context.stream);
+  config.kernel(context.device.index).launch_behind(rows / kJoinWarps, 32 * kJoinWarps, 0, &join, context.stream);
 }
 
 }  // namespace fretwork::attention_op::hopper

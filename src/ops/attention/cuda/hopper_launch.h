@@ -29,7 +29,19 @@ namespace fretwork::attention_op::hopper {
 
 inline constexpr int kMostColumns = 256;  ///< that registers have room for
 
-enum class Pass : unsigned { forward, d_keys, d_queries, d_values, five_product, finish, fill, statistics, join };
+enum class Pass : unsigned {
+  forward,
+  d_keys,
+  d_queries,
+  d_values,
+  five_product,
+  finish,
+  fill,
+  statistics,
+  join,
+  scored_statistics,
+  scored_join
+};
 
 /// Columns that kernels have, of q and k and of v: whole 64s. Beyond those of a problem they find zeros, and store
 /// nothing.
@@ -44,12 +56,18 @@ struct Columns {
 Columns columns_of(const Problem& p);
 
 /// What a kernel need not have where no component asks for it: masks of bits and columns that nothing uses; items that
-/// are pieces of tiles, and heads that share tiles.
+/// are pieces of tiles, and heads that share tiles; and options, as bits (cuda/params.h).
 struct Extras {
   bool general = false, split = false;
+  unsigned score = 0;
 
   std::string text() const;
 };
+
+/// The options of a problem.
+unsigned score_of(const Problem& p);
+/// What they need; heads are those from `first` on. The rows of the component are keys, or else its columns.
+ScoreMore score_more(const Problem& p, std::int64_t first, const Order& rows, const Order& cols);
 
 /// What makes the gradients of keys and values, or of queries.
 std::vector<Pass> backward_passes(const Columns& columns, bool keys);
@@ -72,7 +90,7 @@ void prepare_kernels(std::span<const KernelConfig> wanted, int device);
 
 /// Bytes for what ForwardShared, BackwardShared and HeadDimGt128Shared describe.
 int forward_shared(const Columns& columns);
-int backward_shared(const Columns& columns);
+int backward_shared(const Columns& columns, bool scored = false);
 
 // ------------------------------------------------------------------------------------------ plans on a device
 
@@ -174,8 +192,13 @@ struct Launch {
   KernelConfig config;
   int grid;
   Params params;
-  JoinParams join{};  ///< of the parts, where there are any
+  ScoredJoinParams join{};  ///< of the parts, where there are any
   int parts = 0;
+
+  KernelConfig join_config() const {
+    const bool scored = config.pass == Pass::forward && config.extras.score != 0;
+    return {scored ? Pass::scored_join : Pass::join, config.dtype};
+  }
 
   /// Of memory for the parts.
   std::size_t sums_bytes(int n) const { return static_cast<std::size_t>(parts) * kRows * 4 * join.lines[n]; }
@@ -189,7 +212,7 @@ struct Launch {
 KernelConfig config_of(Pass pass, const Problem& p, const Prepared& prepared, std::size_t at, bool seen);
 Walk walk_of(const Prepared& prepared, std::size_t at);
 /// What joins the parts of a launch; where they lie is told later.
-JoinParams join_of(const Prepared& prepared, std::size_t at);
+ScoredJoinParams join_of(const Prepared& prepared, std::size_t at);
 
 /// What says which columns of the launches' tiles are seen, until all is launched.
 using Seen = std::vector<std::unique_ptr<SeenColumns>>;
@@ -201,8 +224,8 @@ SeenTiles see(const Problem& p, const DeviceComponent& component, int side, Walk
 void launch_fill(DType dtype, const Operand& x, const Operand& lse, const std::array<std::int64_t, 3>& sizes,
                  std::int64_t depth, Context& context);
 
-void give_memory(Launch<ForwardParams>& launch, char* memory);
-void give_memory(Launch<BackwardParams>& launch, char* memory);
+void give_memory(Launch<ScoredForwardParams>& launch, char* memory);
+void give_memory(Launch<ScoredBackwardParams>& launch, char* memory);
 
 /// Memory for the parts of all launches. Each has its own: a kernel may start before the one before it has ended.
 template <typename Params>
@@ -227,14 +250,14 @@ void prepare_kernels(const std::vector<Launch<Params>>& launches, std::vector<Ke
   for (const Launch<Params>& launch : launches) {
     others.push_back(launch.config);
     if (launch.parts > 0) {
-      others.push_back({Pass::join, launch.config.dtype});
+      others.push_back(launch.join_config());
     }
   }
   prepare_kernels(others, device);
 }
 
 /// Joins the parts of `tiles` split tiles.
-void launch_join(DType dtype, const JoinParams& join, const Context& context);
+void launch_join(const KernelConfig& config, const ScoredJoinParams& join, const Context& context);
 
 inline bool starts_early(const ForwardParams&) { return false; }
 inline bool starts_early(const BackwardParams& params) { return params.early != 0; }
@@ -246,7 +269,7 @@ void launch_all(const std::vector<Launch<Params>>& launches, int shared_bytes, c
   const auto join_until = [&](auto end) {
     for (; joined != end; ++joined) {
       if (joined->parts > 0) {
-        launch_join(joined->config.dtype, joined->join, context);
+        launch_join(joined->join_config(), joined->join, context);
       }
     }
   };

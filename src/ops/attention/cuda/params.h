@@ -414,7 +414,13 @@ struct FiveProductTiles {
 constexpr FiveProductTiles five_product_tiles(int columns) {
   return columns == 64 ? FiveProductTiles{512, 2, 4, 4, 2} : FiveProductTiles{384, 1, 3, 2, 1};
 }
-constexpr int five_product_shared(int columns) {
+/// Gradients of 128 columns with options fill shared memory to the last byte: static and dynamic, which begins at the
+/// next multiple of 1024.
+inline constexpr int kAllShared = 232448, kScoredStatic = 2560;
+constexpr int five_product_shared(int columns, bool scored = false) {
+  if (scored && columns == 128) {
+    return kAllShared - kScoredStatic;
+  }
   const FiveProductTiles tiles = five_product_tiles(columns);
   return 1024 + 2 * columns * (2 * kRows * tiles.items + 64 * (tiles.queries + tiles.outputs)) +
          2 * 64 * kRows * tiles.scores + 2 * 4 * 64 * columns;
@@ -441,6 +447,45 @@ struct FiveProductParams {
   PaddingArg padding;
 };
 
+// Kernels with options read more. The structs begin as those without, which take as much of them as they know.
+
+/// Options of a kernel, as bits: the type of the bias (BiasType + 1), or 0; ALiBi; softcap; dropout.
+inline constexpr unsigned kBiasBits = 3, kAlibi = 4, kSoftcap = 8, kDropout = 16, kScoreCount = 32;
+
+struct ScoreMore {
+  ScoreArg score;
+  float cap;         ///< what a product is multiplied by for exp2 to be e^(2·score / softcap)
+  int head0, heads;  ///< the launch's first query head, and the problem's
+  int queries;
+  int bias_row, bias_col;  ///< bytes
+  int bias_pairs;          ///< 1: biases of keys 2n and 2n + 1 can be read at once, for any n
+  int row_line, col_line;  ///< 1: a tile's rows or columns follow each other in the sequence
+  RowSum* tops;            ///< forward: as portable ForwardParams::sums; null where there is one component
+};
+struct ScoredForwardParams : ForwardParams {
+  ScoreMore more;
+};
+struct ScoredBackwardParams : BackwardParams {  ///< stats are ScoreStats
+  ScoreMore more;
+};
+struct ScoredFiveProductParams : FiveProductParams {  ///< stats are tiles of 64 × lse, delta, rest, nothing
+  ScoreMore more;
+};
+template <unsigned kScore, typename Plain, typename Scored>
+struct ParamsOf {
+  using type = Scored;
+};
+template <typename Plain, typename Scored>
+struct ParamsOf<0, Plain, Scored> {
+  using type = Plain;
+};
+template <unsigned kScore>
+using ForwardParamsOf = typename ParamsOf<kScore, ForwardParams, ScoredForwardParams>::type;
+template <unsigned kScore>
+using BackwardParamsOf = typename ParamsOf<kScore, BackwardParams, ScoredBackwardParams>::type;
+template <unsigned kScore>
+using FiveProductParamsOf = typename ParamsOf<kScore, FiveProductParams, ScoredFiveProductParams>::type;
+
 inline constexpr int kJoinWarps = 4;
 
 /// Joins the parts of rows and puts them where they belong: with `shares` by the log-sum-exp, else by adding up.
@@ -456,6 +501,11 @@ struct JoinParams {
   int head0;     ///< the first head of results
   int pack;      ///< log2 of the heads in a tile
   int merge;     ///< 1: results hold what earlier components gave
+};
+
+struct ScoredJoinParams : JoinParams {
+  RowSum* tops;  ///< of results, as ScoreMore's
+  int heads, queries;
 };
 
 /// Rows that no element reaches.

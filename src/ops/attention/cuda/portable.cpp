@@ -256,6 +256,17 @@ void launch_forward(const KernelConfig& config, const std::vector<Prepared>& set
 
 // ------------------------------------------------------------------------------------------------- gradients
 
+/// A large log-sum-exp has lost its smaller part to rounding: the forward again, for tiles that have such rows.
+void find_sums(const Problem& p, const Input& q, const Input& k, const Input& v, RowSum* sums, Context& context) {
+  const KernelConfig config = config_for(Pass::forward, p, context);
+  driver::fill_zero(sums, sums_bytes(p), context.stream);
+  ForwardParams params = forward_params(p, q, k, v);
+  params.lse = output_arg(p.lse, DType::f32);
+  params.sums = sums;
+  params.again = true;
+  launch_forward(config, prepare(p, config.tile(), false, context), params, true, context);
+}
+
 /// What the gradients of a call read.
 struct Given {
   const BackwardProblem& problem;
@@ -276,7 +287,7 @@ struct Given {
         sums(context, may_be_large(b.forward) ? sums_bytes(b.forward) : 0) {
     const Problem& p = b.forward;
     if (sums.data() != nullptr) {
-      find_sums(context);
+      find_sums(p, q, k, v, static_cast<RowSum*>(sums.data()), context);
     }
     StatsParams params{};
     params.sums = static_cast<const RowSum*>(sums.data());
@@ -298,18 +309,6 @@ struct Given {
  private:
   /// Where a log-sum-exp may be much larger than a product with the scale is.
   static bool may_be_large(const Problem& p) { return p.bias.data != nullptr || p.slopes.data != nullptr; }
-
-  /// A large log-sum-exp has lost its smaller part to rounding: the forward again, for tiles that have such rows.
-  void find_sums(Context& context) const {
-    const Problem& p = problem.forward;
-    const KernelConfig config = config_for(Pass::forward, p, context);
-    driver::fill_zero(sums.data(), sums_bytes(p), context.stream);
-    ForwardParams params = forward_params(p, q, k, v);
-    params.lse = output_arg(p.lse, DType::f32);
-    params.sums = static_cast<RowSum*>(sums.data());
-    params.again = true;
-    launch_forward(config, prepare(p, config.tile(), false, context), params, true, context);
-  }
 };
 
 BackwardParams backward_params(const Given& given) {
@@ -566,6 +565,13 @@ void launch(const BackwardProblem& problem, Context& context) {
   if (problem.d_bias.data != nullptr) {
     add_up_bias(given, context);
   }
+}
+
+void find_large_sums(const Problem& p, RowSum* sums, Context& context) {
+  const Input q(p.q, {p.batch, p.heads, p.rows, p.depth}, p.dtype, context);
+  const Input k(p.k, {p.batch, p.kv_heads, p.cols, p.depth}, p.dtype, context);
+  const Input v(p.v, {p.batch, p.kv_heads, p.cols, p.value_depth}, p.dtype, context);
+  find_sums(p, q, k, v, sums, context);
 }
 
 void bias_gradient(const BackwardProblem& problem, Context& context) { add_up_bias(Given(problem, context), context); }

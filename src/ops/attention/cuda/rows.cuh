@@ -39,7 +39,15 @@ __global__ void __launch_bounds__(256) attention_stats(const __grid_constant__ a
     if constexpr (kScore) {
       const RowSum all =
           p.sums != nullptr && is_large(lse) ? p.sums[at] : RowSum{lse == -infinity() ? infinity() : lse, 1.0f};
-      static_cast<ScoreStats*>(p.stats)[at] = {all.top, sum - given, log2f(all.sum), 0.0f};
+      const ScoreStats made{all.top, sum - given, log2f(all.sum), 0.0f};
+      if (p.in_tiles) {
+        float* const to = reinterpret_cast<float*>(static_cast<ScoreStats*>(p.stats) + at / 64 * 64) + at % 64;
+        to[0] = made.lse;
+        to[64] = made.delta;
+        to[128] = made.rest;
+      } else {
+        static_cast<ScoreStats*>(p.stats)[at] = made;
+      }
       return;
     }
     auto* const stats = static_cast<RowStats*>(p.stats);

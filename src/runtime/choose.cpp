@@ -28,8 +28,8 @@ std::string with_unit(double microseconds) {
 
 Machine machine_of(const Context& context) {
   const int device = context.device.index;
-  return {cuda::kernel_arch(device), cuda::arch_number(device), cuda::device_info(device).multiprocessors,
-          cuda::shared_limit(device), context.precision, device};
+  return {cuda::kernel_arch(device),  cuda::arch_number(device), cuda::device_info(device).multiprocessors,
+          cuda::shared_limit(device), context.precision,         device};
 }
 
 Machine typical_machine(const std::string& arch, Precision precision) {

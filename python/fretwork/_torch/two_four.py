@@ -286,12 +286,22 @@ def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     if needs_values or needs_dense:
         d = d if scale_a is None else d * (scale_a[:, None] if scale_a.dim() else scale_a)
         d = (d if scale_b is None else d * scale_b).to(dtype)
+        if _one_op(product, d, values, metadata, dense):
+            asked = dense if needs_values else None, values if needs_dense else None
+            d_dense, d_values, _ = _plain_backward(d, *asked, metadata, False)
+            found = d_values if needs_values else None, None, d_dense if needs_dense else None, d_bias
+            return *found, None, None, None, None, None, None, None
     if needs_dense:
         a = to_dense_op(values, metadata, 0 if product == "right" else 1)
         d_dense = _dense_product(a.T, d) if product == "left" else _dense_product(d, a.T if product == "right" else a)
     if needs_values:
         d_values = gather_op(_outer(product, d, dense), metadata, 0 if product == "right" else 1)
     return d_values, None, d_dense, d_bias, None, None, None, None, None, None, None
+
+
+def _one_op(product: str, d: Tensor, *saved: Tensor | None) -> bool:
+    """Whether one op has the gradients of a layer's product: where they will not be differentiated themselves."""
+    return product == "linear" and d.dim() > 1 and not torch.is_grad_enabled() and called_plainly((d, *saved))
 
 
 class TwoFourLinear(torch.autograd.Function):
@@ -311,7 +321,7 @@ class TwoFourLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (d,) = gradients
         values, metadata, dense, *_ = ctx.saved_tensors
-        if torch.is_grad_enabled() or d.dim() < 2 or not called_plainly((d, values, metadata, dense)):
+        if not _one_op("linear", d, values, metadata, dense):
             return *_gradient(ctx, d)[:4], None
         needs_values, _, needs_dense, needs_bias, _ = ctx.needs_input_grad
         asked = dense if needs_values else None, values if needs_dense else None

@@ -255,14 +255,16 @@ void AcrossVectors(const Dots& p, const Rows<T>& x, std::int64_t first, std::int
   const Tag<T> d;
   hn::Vec<Tag<T>> sum[kBatch][kVectors];
   std::int64_t there[kVectors], place[kVectors];
+  T* const sums = static_cast<T*>(p.sums) + first * p.sum_stride + col;
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) {
-#pragma GCC unroll 4
-    for (int n = 0; n < kBatch; ++n) {
-      sum[n][v] = hn::Zero(d);
-    }
     there[v] = std::clamp<std::int64_t>(p.rows * p.period - col - v * kLanes<T>, 0, kLanes<T>);
     place[v] = kRun == 0 ? (col + v * kLanes<T>) % x.repeat : 0;
+#pragma GCC unroll 4
+    for (int n = 0; n < kBatch; ++n) {
+      const T* const from = sums + n * p.sum_stride + v * kLanes<T>;
+      sum[n][v] = p.add ? LoadSome(d, from, there[v]) : hn::Zero(d);
+    }
   }
   for (const DotsTerm& term : p.terms) {
     const In* w = static_cast<const In*>(term.matrix) + col;
@@ -291,9 +293,9 @@ void AcrossVectors(const Dots& p, const Rows<T>& x, std::int64_t first, std::int
     }
   }
   for (int n = 0; n < kBatch; ++n) {
-    T* const to = static_cast<T*>(p.sums) + (first + n) * p.sum_stride + col;
     for (int v = 0; v < kVectors; ++v) {
-      hn::BlendedStore(sum[n][v], hn::FirstN(d, static_cast<std::size_t>(there[v])), d, to + v * kLanes<T>);
+      hn::BlendedStore(sum[n][v], hn::FirstN(d, static_cast<std::size_t>(there[v])), d,
+                       sums + n * p.sum_stride + v * kLanes<T>);
     }
   }
 }

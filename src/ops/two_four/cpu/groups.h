@@ -30,6 +30,25 @@ struct GroupKernels {
 template <typename T>
 const GroupKernels<T>& group_kernels(DType dtype);
 
+/// `place` and `pick` with nibbles as they lie in memory, two in a byte.
+template <typename T>
+struct MaskKernels {
+  void (*place)(const T* values, const std::uint8_t* nibbles, std::int64_t groups, T* dense);
+  void (*pick)(const T* dense, const std::uint8_t* nibbles, std::int64_t groups, T* values);
+};
+
+/// Null where this CPU has none, or the elements' size.
+template <typename T>
+const MaskKernels<T>* mask_kernels();
+template <>
+const MaskKernels<std::uint8_t>* mask_kernels();
+template <>
+const MaskKernels<std::uint16_t>* mask_kernels();
+template <>
+const MaskKernels<std::uint32_t>* mask_kernels();
+template <>
+const MaskKernels<std::uint64_t>* mask_kernels();
+
 /// Two codes in a byte and back; `count` codes, an even number.
 void pack_codes(const std::uint8_t* codes, std::int64_t count, std::uint8_t* bytes);
 void unpack_codes(const std::uint8_t* bytes, std::int64_t count, std::uint8_t* codes);

@@ -240,6 +240,29 @@ void matmul(StableIValue* stack, std::uint64_t, std::uint64_t) {
   stack[0] = torch::stable::detail::from(out);
 }
 
+/// "linear" without options, for calls in which each argument counts.
+void linear(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "linear";
+  Arguments arguments(stack);
+  const Tensor values = arguments.tensor(), metadata = arguments.tensor(), x = arguments.tensor();
+  const std::optional<Tensor> bias = arguments.optional_tensor();
+  const Text precision = arguments.text();
+
+  const ConstTwoFour s = sparse(kOp, values, metadata, 1);
+  const ConstTensorView input = view(kOp, "x", x, kElements);
+  if (input.rank < 1) {
+    throw fretwork::Error(kOp, "x", "(…, " + std::to_string(s.shape()[1]) + ")", fretwork::shape_text(input.shape()));
+  }
+  std::array<std::int64_t, fretwork::kMaxRank> sizes = input.sizes;
+  sizes[static_cast<std::size_t>(input.rank - 1)] = s.shape()[0];
+  const Tensor out = empty(std::span(sizes).first(static_cast<std::size_t>(input.rank)), result_code(x), x);
+  Call call(x);
+  call.context().precision = precision_named(kOp, precision.view());
+  fretwork::two_four::linear(input, s, out_view(kOp, "out_dtype", out, kResult), call.context(),
+                             {.bias = view(kOp, "bias", bias, kResult)});
+  stack[0] = torch::stable::detail::from(out);
+}
+
 Tensor sum_of_rows(const Tensor& matrix) {
   const std::int64_t rows[] = {0};
   return torch::stable::sum(matrix, torch::headeronly::IntHeaderOnlyArrayRef(rows, 1));
@@ -304,6 +327,7 @@ void implement(torch::stable::detail::StableLibrary& m) {
   implement_twins(m, "two_four_prune", &prune);
   implement_twins(m, "two_four_prune_both", &prune_both);
   implement_twins(m, "two_four_matmul", &matmul);
+  m.impl("_two_four_linear", &linear);
   m.impl("_two_four_linear_backward", &linear_backward);
 }
 
@@ -329,6 +353,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fretwork, m) {
       "two_four_matmul(Tensor values, Tensor metadata, Tensor dense, Tensor? bias, str activation, ScalarType? "
       "out_dtype, Tensor? scale_a, Tensor? scale_b, str product, str precision, Tensor? scale_out=None) -> "
       "Tensor");
+  m.def("_two_four_linear(Tensor values, Tensor metadata, Tensor x, Tensor? bias, str precision) -> Tensor");
   m.def(
       "_two_four_linear_backward(Tensor d_out, Tensor? x, Tensor? values, Tensor metadata, bool needs_bias) -> (Tensor "
       "d_x, Tensor d_values, Tensor d_bias)");

@@ -36,7 +36,7 @@ def called_plainly(arguments: Iterable[object]) -> bool:
 class DifferentiableOp:
     """The op `fretwork::name`, with rules to be registered."""
 
-    __slots__ = ("_apply", "_cast", "_defaults", "name", "op", "plain")
+    __slots__ = ("_cast", "_defaults", "name", "node", "op", "plain")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -64,7 +64,7 @@ class DifferentiableOp:
             return output
 
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-        self._apply = node_apply(type(self.name, (torch.autograd.Function,), methods))
+        self.node = node_apply(type(self.name, (torch.autograd.Function,), methods))
 
     def register_vmap(self, rule: Rule) -> None:
         torch.library.register_vmap(f"fretwork::{self.name}", rule)
@@ -81,5 +81,5 @@ class DifferentiableOp:
             arguments = self._cast(*arguments)
         if is_grad_enabled() and any_requires_grad(*arguments):
             given = [alive(a) if type(a) is Tensor else a for a in arguments]
-            return self._apply(*given, *self._defaults[len(given) :])
+            return self.node(*given, *self._defaults[len(given) :])
         return self.plain(*arguments)

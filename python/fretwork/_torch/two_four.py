@@ -315,7 +315,7 @@ class TwoFourLinear(torch.autograd.Function):
         ctx.how = "none", "linear", precision, False, dense.dtype
         kept = values if needs_dense else None, metadata, dense if needs_values else None
         ctx.save_for_backward(*kept, None, None, None, None, None)
-        return _plain_linear(values, metadata, dense, bias, precision)
+        return _plain_linear(values, metadata, dense, bias, precision)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -330,7 +330,7 @@ class TwoFourLinear(torch.autograd.Function):
         return d_values if needs_values else None, None, *found, None
 
 
-_apply_linear, _plain_matmul = node_apply(TwoFourLinear), matmul_op.plain
+_apply_linear, _plain_linear = node_apply(TwoFourLinear), bare(ops._two_four_linear.default)
 _plain_backward = bare(ops._two_four_linear_backward.default)
 
 
@@ -345,9 +345,9 @@ def _linear_backward_fake(
     )
 
 
-def _plain_linear(values: Tensor, metadata: Tensor, dense: Tensor, bias: Tensor | None, precision: str) -> Tensor:
-    y: Tensor = _plain_matmul(values, metadata, dense, bias, "none", None, None, None, "linear", precision, None)
-    return y
+@torch.library.register_fake("fretwork::_two_four_linear")
+def _linear_fake(values: Tensor, metadata: Tensor, x: Tensor, bias: Tensor | None, precision: str) -> Tensor:
+    return _matmul_fake(values, metadata, x, bias, "none", None, None, None, "linear", precision)
 
 
 def linear(values: Tensor, metadata: Tensor, dense: Tensor, bias: Tensor | None, precision: str) -> Tensor:
@@ -355,10 +355,15 @@ def linear(values: Tensor, metadata: Tensor, dense: Tensor, bias: Tensor | None,
     if not called_plainly((values, metadata, dense, bias)):
         y: Tensor = matmul_op(values, metadata, dense, bias, "none", None, None, None, "linear", precision, None)
         return y
+    return linear_plainly(values, metadata, dense, bias, precision)
+
+
+def linear_plainly(values: Tensor, metadata: Tensor, dense: Tensor, bias: Tensor | None, precision: str) -> Tensor:
+    """What was `called_plainly`, of floating values."""
     if torch.is_grad_enabled() and any_requires_grad(values, dense, bias):
         bias = None if bias is None else alive(bias)
         return _apply_linear(alive(values), metadata, alive(dense), bias, precision)  # type: ignore[no-any-return]
-    return _plain_linear(values, metadata, dense, bias, precision)
+    return _plain_linear(values, metadata, dense, bias, precision)  # type: ignore[no-any-return]
 
 
 def rows_of(t: Tensor) -> Tensor:

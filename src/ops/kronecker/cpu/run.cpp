@@ -7,8 +7,8 @@
 
 #include "core/large_pages.h"
 #include "ops/kronecker/config.h"
+#include "ops/kronecker/cpu/regroup.h"
 #include "runtime/simd/dots.h"
-#include "runtime/simd/turn.h"
 
 namespace fretwork::kronecker::cpu {
 namespace {
@@ -33,8 +33,12 @@ constexpr std::int64_t kTurnedRows = 128, kTurnedStrips = 4;
 /// The longest runs of δ, and the deepest block, that are turned at all; the longest and batch · d if runs fill
 /// vectors.
 constexpr std::int64_t kTurnedRuns = 32, kTurnedDepth = 16384, kShortRun = 16, kTurnedElements = 1024;
+/// The least δ that weights are turned for, if they are not multiplied in pairs.
+constexpr std::int64_t kTurnedDeltas = 8;
 /// Weights of one δ that are turned at a time.
 constexpr std::int64_t kTurnedTogether = 1024;
+/// The least batch and blocks that are regrouped; bytes of x and y at a time, and rows at least.
+constexpr std::int64_t kRegroupedRows = 32, kRegroupedSide = 16, kRegroupedBytes = 1 << 20, kRegroupedLeast = 256;
 /// Weights that a thread takes at a time of a few rows.
 constexpr std::int64_t kFewElements = 32 << 10;
 /// Pieces of work per thread, if there are as many.
@@ -311,12 +315,11 @@ class BatchLast : Work {
       return;
     }
     const std::int64_t all = s_.b * s_.c;
-    auto* const turned = reinterpret_cast<std::uint16_t*>(
-        Buffers::of_thread().left.need(static_cast<std::size_t>(all * s_.d) * sizeof(std::uint16_t)));
-    simd::turn(static_cast<const std::uint16_t*>(w(job).data), s_.d, all, s_.d, turned, all);
+    std::byte* const turned = Buffers::of_thread().left.need(packing_.bytes(all * s_.d));
+    turn(w(job).data, s_.d, all, s_.d, turned, all, tiles_.element);
     for (std::int64_t l = 0; l < s_.d; ++l) {
       const bool along = p_.w.c == s_.d;
-      pack_strips({turned + l * all, along ? 1 : s_.b, along ? s_.c : 1}, job * s_.d + l, packed);
+      pack_strips({turned + packing_.bytes(l * all), along ? 1 : s_.b, along ? s_.c : 1}, job * s_.d + l, packed);
     }
   }
 
@@ -434,18 +437,17 @@ class BatchLast : Work {
                 static_cast<std::int64_t>(packing_.bytes(depth_ * tiles_.rows)));
   }
   /// Whether one transposition brings the weights of each δ together. Pairs have no quick way to be packed from weights
-  /// that are apart; other elements have.
+  /// that are apart; other elements have one for short runs.
   static bool can_be_turned(const Problem& p, const Tiles& tiles) {
-    const Sizes& s = p.sizes;
-    const bool along = p.w.c == s.d && p.w.b == s.c * s.d, across = p.w.b == s.d && p.w.c == s.b * s.d;
-    return tiles.group > 1 && s.d > 1 && p.w.d == 1 && (along || across);
+    const std::int64_t least = tiles.group > 1 ? 2 : kTurnedDeltas;
+    return !tiles.widens && p.sizes.d >= least && is_compact(p.w, p.sizes);
   }
   /// Weights (j, k) in pieces that are turned at a time.
   Split turns() const { return {s_.b * s_.c, kTurnedTogether}; }
   void turn_weights(std::int64_t i, std::int64_t piece, std::byte* packed) const {
     const std::int64_t first = piece * kTurnedTogether, count = turns().size(piece), all = s_.b * s_.c;
-    simd::turn(static_cast<const std::uint16_t*>(w(i).data) + first * s_.d, s_.d, count, s_.d,
-               reinterpret_cast<std::uint16_t*>(packed) + i * s_.d * all + first, all);
+    turn(packing_.at(w(i).data, first * s_.d), s_.d, count, s_.d, packed + packing_.bytes(i * s_.d * all + first), all,
+         tiles_.element);
   }
   std::int64_t stride() const { return strips_.count * tiles_.rows * depth_; }
   /// A strip of weights from depth k on.
@@ -711,10 +713,62 @@ bool turns(const Problem& p) {
   return !fills || (s.d <= kShortRun && s.b % 8 == 0 && p.batch * s.d <= kTurnedElements);
 }
 
+/// Whether products in pairs make up for copies of x, w and y that bring each δ together: where outputs and inputs of a
+/// block and the batch are many. Such pairs have no runs of δ, so that the other loops widen elements.
+bool regroups(const Problem& p) {
+  const auto& s = p.sizes;
+  const bool pairs = simd::tiles(p.dtype).group > 1 && s.d > 1 && p.x.feature == 1 && p.y.feature == 1 && p.batch > 1;
+  return pairs && is_compact(p.w, s) && p.batch >= kRegroupedRows && s.b * s.c >= kRegroupedSide * (s.b + s.c);
+}
+
+/// A part of the batch at a time, so that its copies stay in the caches.
+void run_regrouped(const Problem& problem, Context& context) {
+  const Sizes& s = problem.sizes;
+  const std::int64_t in = s.a * s.c * s.d, out = s.a * s.b * s.d;
+  const auto size = static_cast<std::int64_t>(size_of(problem.dtype));
+  const Split rows =
+      even(problem.batch, std::max<std::int64_t>(kRegroupedBytes / ((in + out) * size), kRegroupedLeast), 8);
+  const Workspace weights(context, static_cast<std::size_t>(s.a * s.b * s.c * s.d * size)),
+      copies(context, static_cast<std::size_t>((rows.each * (in + out) + out) * size));
+  const auto at = [&](const void* data, std::int64_t element) {
+    return static_cast<std::byte*>(const_cast<void*>(data)) + element * size;
+  };
+  Problem part = problem;
+  part.sizes = {s.a * s.d, s.b, s.c, 1};
+  part.w = take_apart(problem.w, s, weights.data(), problem.dtype, context);
+  part.x = {copies.data(), in, 1};
+  part.y = {at(part.x.data, rows.each * in), out, 1};
+  if (problem.bias.data != nullptr) {
+    part.bias = {at(part.y.data, rows.each * out), 1};
+    for (std::int64_t i = 0; i < s.a; ++i) {
+      const Operand from{at(problem.bias.data, i * s.b * s.d * problem.bias.stride)};
+      for (std::int64_t l = 0; l < s.d; ++l) {
+        for (std::int64_t j = 0; j < s.b; ++j) {
+          std::memcpy(at(part.bias.data, (i * s.d + l) * s.b + j), at(from.data, (j * s.d + l) * problem.bias.stride),
+                      static_cast<std::size_t>(size));
+        }
+      }
+    }
+  }
+  for (std::int64_t n = 0; n < rows.pieces(); ++n) {
+    const std::int64_t first = n * rows.each;
+    part.batch = rows.size(n);
+    const Matrix x{at(problem.x.data, first * problem.x.batch), problem.x.batch, 1};
+    const Matrix y{at(problem.y.data, first * problem.y.batch), problem.y.batch, 1};
+    take_apart(x, part.batch, s, s.c, part.x.data, problem.dtype, context);
+    run(part, context);
+    put_together(part.y.data, part.batch, s, s.b, y, problem.dtype, context);
+  }
+}
+
 }  // namespace
 
 void run(const Problem& problem, Context& context) {
   ask_for_large_pages(problem);
+  if (regroups(problem)) {
+    run_regrouped(problem, context);
+    return;
+  }
   if (FewRows::fits(problem) && FewRows::pays(problem)) {
     run_as<FewRows>(problem, context);
     return;

@@ -111,9 +111,9 @@ void linear(const ConstTensorView& x, const ConstTwoFour& weight, const TensorVi
             const Options& options = {});
 
 /// Gradients of a layer's product without options: d_x = d_out·weight, and d_values = the elements of d_outᵀ·x that
-/// `metadata`, of a weight (out, in) with dim 1, keeps. x and d_x are (rows, in), d_out is (rows, out); any strides, one
-/// floating dtype. On a CPU, where nothing as large as the dense weight is written. A GPU's are dense products of what
-/// to_dense writes, and gather.
+/// `metadata`, of a weight (out, in) with dim 1, keeps. x and d_x are (rows, in), d_out is (rows, out); any strides,
+/// one floating dtype. On a CPU, where nothing as large as the dense weight is written. A GPU's are dense products of
+/// what to_dense writes, and gather.
 void linear_backward_input(const ConstTensorView& d_out, const ConstTwoFour& weight, const TensorView& d_x,
                            Context& context);
 void linear_backward_values(const ConstTensorView& x, const ConstTensorView& d_out, const ConstTensorView& metadata,

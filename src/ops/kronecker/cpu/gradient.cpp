@@ -29,6 +29,11 @@ Split pieces_of(std::int64_t batch, std::int64_t jobs, std::int64_t unit) {
 /// The least batch and blocks that are regrouped, and bytes of x and d_y at most.
 constexpr std::int64_t kRegroupedRows = 32, kRegroupedSide = 16, kRegroupedBytes = 64 << 20;
 
+/// Whether δ are computed each by itself, though they are neighbours: runs that leave lanes empty cost more.
+bool apart(const Sizes& s, bool last, const Tiles& tiles) {
+  return !last && s.d < tiles.lanes && (s.d & (s.d - 1)) != 0;
+}
+
 class WeightWork {
  public:
   WeightWork(const WeightProblem& problem, bool last)
@@ -36,7 +41,7 @@ class WeightWork {
         s_(problem.sizes),
         tiles_(last || s_.d == 1 ? simd::tiles(problem.dtype) : simd::widened_tiles(problem.dtype)),
         packing_(problem.dtype, tiles_),
-        apart_(!last && s_.d < tiles_.lanes && (s_.d & (s_.d - 1)) != 0),
+        apart_(apart(s_, last, tiles_)),
         rows_(even(s_.b, kBlockRows, tiles_.rows)) {
     for (const Chunk& chunk : chunks(s_.d, last || apart_ ? 1 : tiles_.lanes)) {
       parts_.push_back({chunk, Columns(s_.c, chunk.run(), tiles_)});
@@ -175,7 +180,7 @@ class WeightWork {
   const Sizes& s_;
   const Tiles& tiles_;
   Packing packing_;
-  bool apart_;  ///< each δ goes by itself, though they are neighbours: runs that leave lanes empty cost more
+  bool apart_;
   Split rows_;
   std::vector<Part> parts_;
   std::int64_t blocks_ = 1, lanes_ = 0;
@@ -236,9 +241,9 @@ void add_bias(const WeightProblem& p, bool last, Context& context) {
 /// Whether weights lie as (a, b, c, d) without gaps.
 bool lies_along(const WeightProblem& p) { return p.d_w.c == p.sizes.d && is_compact(p.d_w, p.sizes); }
 
-/// Whether δ, which are computed each by itself, would be stored in 16 bits, one element after the other.
+/// Whether such δ would be stored one element after the other.
 bool stored_apart(const WeightProblem& p, bool last) {
-  return last && p.sizes.d > 1 && size_of(p.dtype) == 2 && lies_along(p);
+  return p.sizes.d > 1 && (last || apart(p.sizes, last, simd::widened_tiles(p.dtype))) && lies_along(p);
 }
 
 /// Whether products in pairs make up for copies of x and d_y that bring each δ together.

@@ -33,12 +33,15 @@ constexpr std::int64_t kTurnedRows = 128, kTurnedStrips = 4;
 /// The longest runs of δ, and the deepest block, that are turned at all; the longest and batch · d if runs fill
 /// vectors.
 constexpr std::int64_t kTurnedRuns = 32, kTurnedDepth = 16384, kShortRun = 16, kTurnedElements = 1024;
+/// Panels for which a strip of x is not worth packing.
+constexpr std::int64_t kFewPanels = 4;
 /// The least δ that weights are turned for, if they are not multiplied in pairs.
 constexpr std::int64_t kTurnedDeltas = 8;
 /// Weights of one δ that are turned at a time.
 constexpr std::int64_t kTurnedTogether = 1024;
 /// The least batch and blocks that are regrouped; bytes of x and y at a time, and rows at least.
-constexpr std::int64_t kRegroupedRows = 32, kRegroupedSide = 16, kRegroupedBytes = 1 << 20, kRegroupedLeast = 256;
+constexpr std::int64_t kRegroupedFew = 2, kRegroupedRows = 32, kRegroupedSide = 16, kRegroupedBytes = 1 << 20,
+                       kRegroupedLeast = 256;
 /// Weights that a thread takes at a time of a few rows.
 constexpr std::int64_t kFewElements = 32 << 10;
 /// Pieces of work per thread, if there are as many.
@@ -141,6 +144,7 @@ class BatchFirst : Work {
         part.columns.panel(last - 1).first_vector * tiles_.lanes + part.columns.panel(last - 1).width - share.lane;
     share.once = part.depth.pieces() == 1;
     share.prefetches = far_ && (s_.d > part.chunk.run() || part.depth.each * part.chunk.run() <= kShortRow);
+    share.as_is = !tiles_.widens && s_.d == 1 && p_.x.feature == 1 && last - first <= kFewPanels;
     share.whole_runs = !tiles_.widens && part.chunk.full() && part.chunk.run() == tiles_.lanes && tiles_.lanes > 1 &&
                        p_.x.feature == 1 && !packing_.strip(x(i), part.depth.each, part.chunk).together;
     Buffers& buffers = Buffers::of_thread();
@@ -174,6 +178,7 @@ class BatchFirst : Work {
     std::int64_t lane = 0, lanes = 0;                  ///< of these panels: the first, and their number
     bool once = false;                                 ///< the depth is one piece
     bool prefetches = false;
+    bool as_is = false;       ///< so few panels meet a strip that it is read where it lies
     bool whole_runs = false;  ///< runs fill vectors: the first product of a strip packs it, and those of the strip
                               ///< before prefetch it
     std::byte *left = nullptr, *bias = nullptr, *sums = nullptr;
@@ -185,10 +190,12 @@ class BatchFirst : Work {
     const std::int64_t rows = std::min(tiles_.rows, share.last_row - row);
     const Operand from = packing_.at(x(share.i), row, k, part.chunk.first);
     const bool unpacked = share.whole_runs && rows == tiles_.rows;
-    const Packing::Strip strip = unpacked
-                                     ? packing_.strip(from, depth, part.chunk)
-                                     : packing_.left(from, rows, std::min(depth, s_.c - k), part.chunk, share.left);
-    simd::Term term{unpacked ? from.data : share.left, 0, nullptr};
+    const bool as_is = !unpacked && share.as_is && rows == tiles_.rows && k + depth <= s_.c;
+    const Packing::Strip strip = unpacked ? packing_.strip(from, depth, part.chunk)
+                                 : as_is  ? Packing::Strip{false, from.row, tiles_.group}
+                                         : packing_.left(from, rows, std::min(depth, s_.c - k), part.chunk, share.left);
+    const void* const left = as_is ? from.data : share.left;
+    simd::Term term{unpacked ? from.data : left, 0, nullptr};
     simd::Product product{.terms = &term, .count = 1, .steps = depth / tiles_.group};
     product.row_stride = unpacked ? from.row : strip.row;
     product.step_stride = unpacked ? from.col : strip.step;
@@ -216,7 +223,7 @@ class BatchFirst : Work {
       const bool stores = whole && !finishes_ && rows == tiles_.rows && to_memory(part.chunk, panel, to, product);
       product.out = stores ? to.data : nullptr;
       (tiles_.group > 1 ? tiles_.multiply : tiles_.multiply_runs[part.chunk.log])[panel.vectors - 1](product);
-      term.left = share.left;
+      term.left = left;
       product.row_stride = strip.row;
       product.step_stride = strip.step;
       product.copy = nullptr;
@@ -577,12 +584,18 @@ class FewRows : Work {
     return p.batch <= most(p) && (p.w.d == 1 || p.sizes.d == 1) && (along(p) || p.w.b == p.sizes.d);
   }
 
+  /// Whether runs of δ do not fill vectors.
+  static bool is_odd(const Problem& p) {
+    const std::int64_t lanes = simd::widened_tiles(p.dtype).lanes;
+    return p.sizes.d < lanes && lanes % p.sizes.d != 0;
+  }
+
   /// Whether there are weights enough for what comes on top of them: to add up lanes of the same δ, which takes longer
   /// the less these fill a vector, or to repeat x.
   static bool pays(const Problem& p) {
     const auto& [a, b, c, d] = p.sizes;
     const std::int64_t lanes = simd::widened_tiles(p.dtype).lanes;
-    const bool odd = d < lanes && lanes % d != 0;
+    const bool odd = is_odd(p);
     if (!along(p)) {
       return !odd || b >= 2 * p.batch * lanes;
     }
@@ -713,12 +726,16 @@ bool turns(const Problem& p) {
   return !fills || (s.d <= kShortRun && s.b % 8 == 0 && p.batch * s.d <= kTurnedElements);
 }
 
-/// Whether products in pairs make up for copies of x, w and y that bring each δ together: where outputs and inputs of a
-/// block and the batch are many. Such pairs have no runs of δ, so that the other loops widen elements.
+/// Whether copies of x, w and y that bring each δ together pay. Products in pairs make up for them where outputs and
+/// inputs of a block and the batch are many: pairs have no runs of δ, and the other loops widen elements. And a few
+/// rows meet runs that do not fill vectors.
 bool regroups(const Problem& p) {
   const auto& s = p.sizes;
-  const bool pairs = simd::tiles(p.dtype).group > 1 && s.d > 1 && p.x.feature == 1 && p.y.feature == 1 && p.batch > 1;
-  return pairs && is_compact(p.w, s) && p.batch >= kRegroupedRows && s.b * s.c >= kRegroupedSide * (s.b + s.c);
+  if (s.d == 1 || p.x.feature != 1 || p.y.feature != 1 || p.batch < kRegroupedFew || !is_compact(p.w, s)) {
+    return false;
+  }
+  const bool large = p.batch >= kRegroupedRows && s.b * s.c >= kRegroupedSide * (s.b + s.c);
+  return (simd::tiles(p.dtype).group > 1 && large) || (FewRows::fits(p) && FewRows::is_odd(p));
 }
 
 /// A part of the batch at a time, so that its copies stay in the caches.

@@ -122,8 +122,7 @@ class Blocks {
 template <typename T>
 class Work {
  public:
-  Work(const GradientProblem& problem, const Tiles& tiles)
-      : p_(problem), s_(problem.s), tiles_(tiles) {}
+  Work(const GradientProblem& problem, const Tiles& tiles) : p_(problem), s_(problem.s), tiles_(tiles) {}
 
  protected:
   using Block = Blocks::Block;
@@ -257,8 +256,7 @@ class InputGradient : Work<T> {
   /// The expanded lines stream by once.
   void add_rows(const simd::Place& d_y, const Blocks::Block& block, std::int64_t depth, const Panels& panels,
                 const T* lines, bool add, std::byte* sums) const {
-    std::byte* const left =
-        Buffers::of_thread().left.need(static_cast<std::size_t>(Base::bytes(block.rows * depth)));
+    std::byte* const left = Buffers::of_thread().left.need(static_cast<std::size_t>(Base::bytes(block.rows * depth)));
     tiles_.pack(d_y, block.rows, depth, depth, left, 0);
     const simd::DotsTerm term{lines, 0};
     simd::Dots dots{.terms = {&term, 1}, .rows = block.cols, .depth = depth};

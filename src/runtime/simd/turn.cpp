@@ -87,16 +87,24 @@ void Turn(const Bits* from, std::int64_t from_pitch, std::int64_t rows, std::int
   const bool down = to_pitch > from_pitch;
   const auto square = [&](std::int64_t r, std::int64_t c) HWY_ATTR {
     hn::Vec<Tag> v[kSide], w[kSide];
+    // Unrolled early, or GCC would pass the vectors through memory.
+#pragma GCC unroll 16
     for (int n = 0; n < kSide; ++n) {
       v[n] = hn::LoadU(d, from + (r + n) * from_pitch + c);
     }
+#pragma GCC unroll 4
     for (int round = 1; round < kSide; round *= 2) {
+#pragma GCC unroll 16
       for (int n = 0; n < kSide / 2; ++n) {
         w[2 * n] = hn::InterleaveLower(d, v[n], v[n + kSide / 2]);
         w[2 * n + 1] = hn::InterleaveUpper(d, v[n], v[n + kSide / 2]);
       }
-      std::copy_n(w, kSide, v);
+#pragma GCC unroll 16
+      for (int n = 0; n < kSide; ++n) {
+        v[n] = w[n];
+      }
     }
+#pragma GCC unroll 16
     for (int n = 0; n < kSide; ++n) {
       hn::StoreU(v[n], d, to + (c + n) * to_pitch + r);
     }

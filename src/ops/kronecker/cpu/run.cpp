@@ -289,7 +289,8 @@ class BatchLast : Work {
               std::max(most / (tiles_.lanes * tiles_.vectors), std::int64_t{1}) * tiles_.lanes * tiles_.vectors},
         pieces_(even(depth_, kPanelDepth, tiles_.group)),
         turned_first_(can_be_turned(problem, tiles_)),
-        turned_(turned_first_ && problem.w.c == s_.d && whole_tiles(s_, tiles_)),
+        along_(problem.w.c == s_.d),
+        turned_(turned_first_ && (along_ || tiles_.group == 1) && whole_tiles(s_, tiles_)),
         as_is_(turned_ || (problem.batch <= kSmallBatch && can_be_left(problem, tiles_))) {
     const auto few = [&] { return jobs() < wanted_; };
     while (few() && cols_.each > tiles_.lanes * tiles_.vectors) {
@@ -325,8 +326,7 @@ class BatchLast : Work {
     std::byte* const turned = Buffers::of_thread().left.need(packing_.bytes(all * s_.d));
     turn(w(job).data, s_.d, all, s_.d, turned, all, tiles_.element);
     for (std::int64_t l = 0; l < s_.d; ++l) {
-      const bool along = p_.w.c == s_.d;
-      pack_strips({turned + packing_.bytes(l * all), along ? 1 : s_.b, along ? s_.c : 1}, job * s_.d + l, packed);
+      pack_strips({turned + packing_.bytes(l * all), along_ ? 1 : s_.b, along_ ? s_.c : 1}, job * s_.d + l, packed);
     }
   }
 
@@ -398,8 +398,8 @@ class BatchLast : Work {
     }
     simd::Product product{.count = 1, .steps = depth / tiles_.group, .right = right};
     product.raw_stride = from.col;
-    product.row_stride = turned_ ? s_.c : as_is_ ? p_.w.b : tiles_.group;
-    product.step_stride = as_is_ ? tiles_.group : tiles_.group * tiles_.rows;
+    product.row_stride = turned_ ? (along_ ? s_.c : 1) : as_is_ ? p_.w.b : tiles_.group;
+    product.step_stride = tiles_.group * (!as_is_ ? tiles_.rows : turned_ && !along_ ? s_.b : 1);
     product.add = piece > 0;
     product.sum_stride = once ? panel.width : lanes;
     product.soon_stride = from.col * size_;
@@ -460,7 +460,7 @@ class BatchLast : Work {
   /// A strip of weights from depth k on.
   const void* left(std::byte* packed, std::int64_t group, std::int64_t row, std::int64_t k) const {
     if (turned_) {
-      return packed + packing_.bytes((group * s_.b + row) * s_.c + k);
+      return packed + packing_.bytes(group * s_.b * s_.c + (along_ ? row * s_.c + k : k * s_.b + row));
     }
     return as_is_ ? packing_.at(w(group / s_.d), k, row, group % s_.d).data
                   : packed + packing_.bytes(group * stride() + row * depth_ + k * tiles_.rows);
@@ -468,6 +468,7 @@ class BatchLast : Work {
 
   Split strips_, cols_, pieces_;
   bool turned_first_;  ///< weights are transposed first
+  bool along_;         ///< weights of an output are contiguous for each δ then; else those of a place in depth are
   bool turned_;        ///< strips are then read as they lie
   bool as_is_;         ///< strips of weights are read from where they are, or from there
 };
@@ -596,6 +597,9 @@ class FewRows : Work {
     const auto& [a, b, c, d] = p.sizes;
     const std::int64_t lanes = simd::widened_tiles(p.dtype).lanes;
     const bool odd = is_odd(p);
+    if (odd && p.x.batch == 1 && p.batch >= kRegroupedFew) {
+      return false;  // batch last, turned weights are quicker
+    }
     if (!along(p)) {
       return !odd || b >= 2 * p.batch * lanes;
     }

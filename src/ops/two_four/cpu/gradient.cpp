@@ -188,6 +188,24 @@ class Work {
     return sums + row * panels.width() * static_cast<std::int64_t>(tiles_.sum);
   }
 
+  /// Kernels for a few rows of floats that lie as these read them, or null.
+  const MaskKernels<T>* direct() const {
+    const MaskKernels<T>* const masks = mask_kernels<T>();
+    const bool lie = s_.values.along == 1 && s_.words.along == 1 && p_.d_y.col == 1 && p_.x.col == 1;
+    return s_.dtype == DType::f32 && lie && p_.n <= simd::kFewRows && masks != nullptr ? masks : nullptr;
+  }
+  /// Columns of a block of some lines.
+  PackedLines<T> lines(std::int64_t line, std::int64_t count, const Block& block) const {
+    const std::int64_t groups = block.cols / s_.group();
+    return {static_cast<T*>(s_.values.data) + line * s_.values.line + block.col / 2,
+            s_.values.line,
+            static_cast<const std::uint8_t*>(s_.words.data) + line * s_.words.line * s_.word_bytes +
+                block.col / s_.group() / 2,
+            s_.words.line * s_.word_bytes,
+            count,
+            groups};
+  }
+
   static simd::Place place(const Dense& of, std::int64_t row, std::int64_t col) {
     return {at(of.data, row * of.row + col * of.col, sizeof(T)), of.row, of.col};
   }
@@ -214,6 +232,23 @@ class InputGradient : Work<T> {
     const Blocks::Block block = blocks_[job];
     const Panels panels(block.cols, tiles_);
     std::byte* const sums = Base::sums_of(block);
+    if (s_.lines == 0 || Base::direct() != nullptr) {
+      std::memset(sums, 0, static_cast<std::size_t>(block.rows * panels.width()) * tiles_.sum);
+    }
+    if (const MaskKernels<T>* const masks = Base::direct(); masks != nullptr) {
+      const simd::Place d_y = Base::place(p_.d_y, block.row, 0);
+      masks->add_lines(Base::lines(0, s_.lines, block),
+                       {static_cast<const float*>(d_y.data), d_y.row_stride, block.rows},
+                       reinterpret_cast<float*>(sums), panels.width());
+    } else {
+      add_expanded(block, panels, sums);
+    }
+    tiles_.store(sums, panels.width(), block.rows, block.cols, Base::place(p_.x, block.row, block.col), false);
+  }
+
+ private:
+  /// Adds up all lines, some of which are expanded at a time.
+  void add_expanded(const Blocks::Block& block, const Panels& panels, std::byte* sums) const {
     T* const lines = reinterpret_cast<T*>(Buffers::of_thread().lines.need(sizeof(T) * kExpanded * kCols<T>));
     Codes codes(s_);
     for (std::int64_t line = 0; line < s_.lines; line += kDepth) {
@@ -234,15 +269,12 @@ class InputGradient : Work<T> {
         Base::multiply({d_y, row, rows, depth, line > 0, Base::row_of(sums, row, panels)}, panels, right);
       }
     }
-    if (s_.lines == 0) {
-      std::memset(sums, 0, static_cast<std::size_t>(block.rows * panels.width()) * tiles_.sum);
-    }
-    tiles_.store(sums, panels.width(), block.rows, block.cols, Base::place(p_.x, block.row, block.col), false);
   }
 
- private:
-  /// Rows for which a panel is not worth packing.
-  static bool few(const GradientProblem& p) { return p.n <= simd::kFewRows; }
+  /// Rows for which a panel is not worth packing; of five and more, products in pairs make up for it.
+  static bool few(const GradientProblem& p) {
+    return p.n <= simd::kFewRows / (simd::tiles(p.s.dtype).group > 1 ? 2 : 1);
+  }
 
   /// Columns of a block of some lines, with zeros where nothing is kept.
   void expand(std::int64_t line, std::int64_t count, const Blocks::Block& block, Codes& codes, T* out) const {
@@ -287,6 +319,13 @@ class ValueGradient : Work<T> {
   std::int64_t jobs() const { return blocks_.count(); }
   void run(std::int64_t job) const {
     const Blocks::Block block = blocks_[job];
+    if (const MaskKernels<T>* const masks = Base::direct(); masks != nullptr) {
+      const simd::Place d_y = Base::place(p_.d_y, 0, block.row), x = Base::place(p_.x, 0, block.col);
+      masks->pick_products(Base::lines(block.row, block.rows, block),
+                           {static_cast<const float*>(d_y.data), d_y.row_stride, p_.n},
+                           {static_cast<const float*>(x.data), x.row_stride, p_.n});
+      return;
+    }
     const Panels panels(block.cols, tiles_);
     std::byte* const sums = Base::sums_of(block);
     T* const rounded = reinterpret_cast<T*>(

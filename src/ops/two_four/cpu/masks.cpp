@@ -143,6 +143,125 @@ FRETWORK_TARGET void pick(const T* dense, const std::uint8_t* nibbles, std::int6
   }
 }
 
+FRETWORK_TARGET inline __m512 load(std::uint32_t there, const float* from) {
+  return _mm512_maskz_loadu_ps(static_cast<__mmask16>(there), from);
+}
+
+/// The groups from `g` on, kHalves vectors of them, of which `groups` exist. Loops over sums are unrolled early, or GCC
+/// would pass the sums through memory.
+template <int kRows, int kHalves>
+FRETWORK_TARGET void add_groups(const PackedLines<T>& s, std::int64_t g, std::int64_t groups, const float* d_y,
+                                std::int64_t d_stride, float* sums, std::int64_t sum_stride) {
+  __m512 sum[kRows][kHalves];
+  const std::uint64_t there =
+      groups >= kGroups * kHalves / 2 ? ~std::uint64_t{0} : (std::uint64_t{1} << 2 * groups) - 1;
+#pragma GCC unroll 8
+  for (int n = 0; n < kRows; ++n) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kHalves; ++v) {
+      sum[n][v] = load(static_cast<std::uint32_t>(there >> 16 * v), sums + n * sum_stride + 2 * g + 16 * v);
+    }
+  }
+  const T* values = s.values + g;
+  const std::uint8_t* nibbles = s.nibbles + g / 2;
+  for (std::int64_t l = 0; l < s.lines; ++l, values += s.value_stride, nibbles += s.nibble_stride) {
+    __m512 dense[kHalves];
+#pragma GCC unroll 8
+    for (int v = 0; v < kHalves; ++v) {
+      const std::int64_t left = std::clamp<std::int64_t>(groups - 8 * v, 0, 8);
+      const auto some = static_cast<__mmask8>(first(left));
+      std::uint32_t word = 0;
+      std::memcpy(&word, nibbles + 4 * v, left >= 8 ? 4 : static_cast<std::size_t>((left + 1) / 2));
+      dense[v] = (__m512)expanded(_mm256_maskz_loadu_epi32(some, values + 8 * v), _pext_u32(word, 0x2222'2222));
+    }
+#pragma GCC unroll 8
+    for (int n = 0; n < kRows; ++n) {
+      const __m512 factor = _mm512_set1_ps(d_y[n * d_stride + l]);
+#pragma GCC unroll 8
+      for (int v = 0; v < kHalves; ++v) {
+        sum[n][v] = _mm512_fmadd_ps(factor, dense[v], sum[n][v]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int n = 0; n < kRows; ++n) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kHalves; ++v) {
+      _mm512_mask_storeu_ps(sums + n * sum_stride + 2 * g + 16 * v, static_cast<__mmask16>(there >> 16 * v), sum[n][v]);
+    }
+  }
+}
+
+template <int kRows>
+FRETWORK_TARGET void add_rows(const PackedLines<T>& s, const float* d_y, std::int64_t d_stride, float* sums,
+                              std::int64_t sum_stride) {
+  std::int64_t g = 0;
+  for (; g + 2 * kGroups <= s.groups; g += 2 * kGroups) {
+    add_groups<kRows, 4>(s, g, 2 * kGroups, d_y, d_stride, sums, sum_stride);
+  }
+  for (; g < s.groups; g += kGroups / 2) {
+    add_groups<kRows, 1>(s, g, std::min(kGroups / 2, s.groups - g), d_y, d_stride, sums, sum_stride);
+  }
+}
+
+FRETWORK_TARGET void add_lines(const PackedLines<T>& s, const FloatRows& d_y, float* sums, std::int64_t sum_stride) {
+  std::int64_t n = 0;
+  for (; n + 4 <= d_y.rows; n += 4) {
+    add_rows<4>(s, d_y.data + n * d_y.stride, d_y.stride, sums + n * sum_stride, sum_stride);
+  }
+  for (; n + 2 <= d_y.rows; n += 2) {
+    add_rows<2>(s, d_y.data + n * d_y.stride, d_y.stride, sums + n * sum_stride, sum_stride);
+  }
+  if (n < d_y.rows) {
+    add_rows<1>(s, d_y.data + n * d_y.stride, d_y.stride, sums + n * sum_stride, sum_stride);
+  }
+}
+
+/// Of kLines lines from `line` on.
+template <int kLines>
+FRETWORK_TARGET void pick_lines(const PackedLines<T>& s, std::int64_t line, const FloatRows& d_y, const FloatRows& x) {
+  for (std::int64_t g = 0; g < s.groups; g += kGroups) {
+    const std::int64_t groups = std::min(kGroups, s.groups - g);
+    const std::uint32_t there = first(2 * groups);
+    __m512 low[kLines], high[kLines];
+#pragma GCC unroll 8
+    for (int i = 0; i < kLines; ++i) {
+      low[i] = high[i] = _mm512_setzero_ps();
+    }
+    for (std::int64_t n = 0; n < x.rows; ++n) {
+      const float* const row = x.data + n * x.stride + 2 * g;
+      const __m512 first_half = load(there, row), second_half = load(there >> 16, row + kGroups);
+#pragma GCC unroll 8
+      for (int i = 0; i < kLines; ++i) {
+        const __m512 factor = _mm512_set1_ps(d_y.data[n * d_y.stride + line + i]);
+        low[i] = _mm512_fmadd_ps(factor, first_half, low[i]);
+        high[i] = _mm512_fmadd_ps(factor, second_half, high[i]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kLines; ++i) {
+      const std::uint32_t mask = seconds(s.nibbles + (line + i) * s.nibble_stride + g / 2, groups);
+      T* const to = s.values + (line + i) * s.value_stride + g;
+      const __m512i kept = picked((__m512i)low[i], (__m512i)high[i], mask);
+      if (groups == kGroups) {
+        _mm512_storeu_si512(to, kept);
+      } else {
+        _mm512_mask_storeu_epi32(to, static_cast<__mmask16>(first(groups)), kept);
+      }
+    }
+  }
+}
+
+FRETWORK_TARGET void pick_products(const PackedLines<T>& s, const FloatRows& d_y, const FloatRows& x) {
+  std::int64_t line = 0;
+  for (; line + 4 <= s.lines; line += 4) {
+    pick_lines<4>(s, line, d_y, x);
+  }
+  for (; line < s.lines; ++line) {
+    pick_lines<1>(s, line, d_y, x);
+  }
+}
+
 }  // namespace pairs
 
 bool supported() {
@@ -156,12 +275,13 @@ bool supported() {
 
 template <>
 const MaskKernels<std::uint16_t>* mask_kernels() {
-  static constexpr MaskKernels<std::uint16_t> kernels{&fours::place, &fours::pick};
+  static constexpr MaskKernels<std::uint16_t> kernels{&fours::place, &fours::pick, nullptr, nullptr};
   return supported() ? &kernels : nullptr;
 }
 template <>
 const MaskKernels<std::uint32_t>* mask_kernels() {
-  static constexpr MaskKernels<std::uint32_t> kernels{&pairs::place, &pairs::pick};
+  static constexpr MaskKernels<std::uint32_t> kernels{&pairs::place, &pairs::pick, &pairs::add_lines,
+                                                      &pairs::pick_products};
   return supported() ? &kernels : nullptr;
 }
 

@@ -12,6 +12,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "runtime/simd/elements-inl.h"
+
 HWY_BEFORE_NAMESPACE();
 namespace fretwork::two_four::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
@@ -255,10 +257,19 @@ void AddDots(const Lines& p, const T* panel, std::int64_t stride, T* sums) {
     add(values, nibbles, 0);
   }
 #pragma GCC unroll 8
-  for (int i = 0; i < kLines; ++i) {
+  for (int j = 0; j < kCols; ++j) {
+    T totals[kLines];
+    if constexpr (kLines == 4 && std::is_same_v<T, float>) {
+      simd::HWY_NAMESPACE::StoreFour(d, sum[0][j], sum[1][j], sum[2][j], sum[3][j], totals);
+    } else {
 #pragma GCC unroll 8
-    for (int j = 0; j < kCols; ++j) {
-      sums[i * p.sum_stride + j] += hn::GetLane(hn::SumOfLanes(d, sum[i][j]));
+      for (int i = 0; i < kLines; ++i) {
+        totals[i] = hn::GetLane(hn::SumOfLanes(d, sum[i][j]));
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kLines; ++i) {
+      sums[i * p.sum_stride + j] += totals[i];
     }
   }
 }

@@ -70,6 +70,24 @@ void attention(StableIValue* stack, std::uint64_t, std::uint64_t) {
   stack[1] = torch::stable::detail::from(lse);
 }
 
+/// The result alone, without options, for calls in which each argument counts.
+void attention_output(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "attention";
+  Arguments arguments(stack);
+  const Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
+  const Text keys = arguments.text(), precision = arguments.text();
+
+  const std::vector<fretwork::PatternPtr> patterns = fretwork::parse_patterns(keys.view());
+  const fretwork::ConstTensorView queries = view(kOp, "q", q), values = view(kOp, "v", v);
+  const std::int64_t sizes[] = {queries.size(0), queries.size(1), queries.size(2), values.size(3)};
+  const Tensor out = empty_like(sizes, q);
+  Call call(q);
+  call.context().precision = precision_named(kOp, precision.view());
+  fretwork::attention(queries, view(kOp, "k", k), values, patterns, out_view(kOp, "out", out), std::nullopt,
+                      call.context());
+  stack[0] = torch::stable::detail::from(out);
+}
+
 /// A gradient that goes where the core is told, or stays empty when it is not wanted.
 struct Gradient {
   Gradient(const char* argument, const Tensor& of, bool wanted)
@@ -183,6 +201,7 @@ void r_softmax_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
 
 void implement(torch::stable::detail::StableLibrary& m) {
   implement_twins(m, "attention", &attention);
+  m.impl("_attention_output", &attention_output);
   implement_twins(m, "attention_backward", &attention_backward);
   implement_twins(m, "r_sddmm", &r_sddmm);
   implement_twins(m, "r_softmax", &r_softmax);
@@ -199,6 +218,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fretwork, m) {
       "attention(Tensor q, Tensor k, Tensor v, str patterns, float? scale, Tensor? bias, Tensor? slopes, float "
       "softcap, float dropout_p, Tensor? seed, str precision, Tensor? key_padding_mask=None) -> (Tensor out, Tensor "
       "lse)");
+  m.def("_attention_output(Tensor q, Tensor k, Tensor v, str patterns, str precision) -> Tensor");
   define_twins(
       m,
       "attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor d_out, Tensor? d_lse, str "

@@ -67,7 +67,7 @@ FRETWORK_TARGET void add_rows(const Lines& p, const std::byte* panel) {
     nibbles[i] = p.nibbles[static_cast<std::size_t>(i)];
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
-      sum[i][v] = _mm512_loadu_si512(sums + i * p.sum_stride + v * kLanes);
+      sum[i][v] = p.add ? _mm512_loadu_si512(sums + i * p.sum_stride + v * kLanes) : _mm512_setzero_si512();
     }
   }
   const auto add = [&](int i, std::int64_t g, std::int64_t nibble, const std::byte* group) FRETWORK_TARGET {
@@ -216,18 +216,19 @@ FRETWORK_TARGET void add_dots(const Lines& p, const std::uint16_t* panel, std::i
   }
 #pragma GCC unroll 8
   for (int j = 0; j < kCols; ++j) {
+    typename Op::Sum total[kLines];
     if constexpr (kLines == 4) {
-      typename Op::Sum total[kLines];
       _mm_storeu_si128(reinterpret_cast<__m128i*>(total), totals<Op>(sum[0][j], sum[1][j], sum[2][j], sum[3][j]));
-#pragma GCC unroll 8
-      for (int i = 0; i < kLines; ++i) {
-        sums[i * p.sum_stride + j] += total[i];
-      }
     } else {
 #pragma GCC unroll 8
       for (int i = 0; i < kLines; ++i) {
-        sums[i * p.sum_stride + j] += Op::total(sum[i][j]);
+        total[i] = Op::total(sum[i][j]);
       }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kLines; ++i) {
+      typename Op::Sum& sum_here = sums[i * p.sum_stride + j];
+      sum_here = p.add ? sum_here + total[i] : total[i];
     }
   }
 }

@@ -44,7 +44,7 @@ void AddRows(const Lines& p, const T* panel) {
     values[i] = static_cast<const T*>(p.values[static_cast<std::size_t>(i)]);
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
-      sum[i][v] = hn::LoadU(d, sums + i * p.sum_stride + v * kLanes);
+      sum[i][v] = p.add ? hn::LoadU(d, sums + i * p.sum_stride + v * kLanes) : hn::Zero(d);
     }
   }
   const auto add = [&](int i, T value, const T* row) HWY_ATTR {
@@ -269,7 +269,8 @@ void AddDots(const Lines& p, const T* panel, std::int64_t stride, T* sums) {
     }
 #pragma GCC unroll 8
     for (int i = 0; i < kLines; ++i) {
-      sums[i * p.sum_stride + j] += totals[i];
+      T& sum_here = sums[i * p.sum_stride + j];
+      sum_here = p.add ? sum_here + totals[i] : totals[i];
     }
   }
 }

@@ -317,7 +317,10 @@ class Work {
     }
     const std::int64_t first = place(job, 0, 0) * static_cast<std::int64_t>(size_of(p_.out));
     const simd::Place to{static_cast<std::byte*>(p_.c.data) + first, p_.c.row, p_.c.col};
-    simd::widened_tiles(p_.out).store(sums, job.width(), job.lines, job.cols, to, false);
+    // Sums of pairs are never denormal, so that pairs may store them, which is quicker.
+    const bool paired = std::is_same_v<In, Bf16> && p_.is_plain();
+    (paired ? simd::tiles(p_.out) : simd::widened_tiles(p_.out))
+        .store(sums, job.width(), job.lines, job.cols, to, false);
   }
 
   const Problem& p_;

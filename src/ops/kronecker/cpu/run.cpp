@@ -36,13 +36,15 @@ constexpr std::int64_t kTurnedRuns = 32, kTurnedDepth = 16384, kShortRun = 16, k
 /// Panels for which a strip of x is not worth packing.
 constexpr std::int64_t kFewPanels = 4;
 /// The least δ that weights are turned for, if they are not multiplied in pairs.
-constexpr std::int64_t kTurnedDeltas = 8;
+constexpr std::int64_t kTurnedDeltas = 2;
 /// Weights of one δ that are turned at a time.
 constexpr std::int64_t kTurnedTogether = 1024;
 /// The least batch and blocks that are regrouped; bytes of x and y at a time, and rows at least.
 constexpr std::int64_t kRegroupedFew = 2, kRegroupedRows = 32, kRegroupedSide = 16, kRegroupedBytes = 1 << 20,
                        kRegroupedLeast = 256;
-/// Weights that a thread takes at a time of a few rows.
+/// Outputs of a block that are few, and the least depth for which their sums are worth adding up over lanes.
+constexpr std::int64_t kFewColumns = 8, kFewDepth = 32;
+/// Weights that a thread takes at a time of a few rows, or x of a few outputs.
 constexpr std::int64_t kFewElements = 32 << 10;
 /// Pieces of work per thread, if there are as many.
 constexpr std::int64_t kPieces = 4;
@@ -664,6 +666,59 @@ class FewRows : Work {
   std::int64_t lanes_;
 };
 
+/// A few outputs of a block, with d = 1: x streams by once, as it lies in memory, in the place of the weights.
+class FewOutputs : Work {
+ public:
+  FewOutputs(const Problem& problem, Context& context)
+      : Work(problem, simd::widened_tiles(problem.dtype), context),
+        rows_(even(problem.batch, std::max<std::int64_t>(kFewElements / s_.c, 16), 4)),
+        lanes_(ceil_div(rows_.each, tiles_.lanes) * tiles_.lanes) {}
+
+  static bool fits(const Problem& p) {
+    return p.sizes.d == 1 && p.x.feature == 1 && p.sizes.b <= kFewColumns && p.sizes.c >= kFewDepth &&
+           p.batch > 2 * p.sizes.b;
+  }
+
+  std::size_t weight_bytes() const { return 0; }
+  std::int64_t weight_jobs() const { return 0; }
+  void pack_weights(std::int64_t /*job*/, std::byte* /*packed*/) const {}
+
+  std::int64_t jobs() const { return s_.a * rows_.pieces(); }
+  void multiply(std::int64_t job, std::byte* /*packed*/) const {
+    const std::int64_t i = job / rows_.pieces(), first = job % rows_.pieces() * rows_.each;
+    const std::int64_t rows = rows_.size(job % rows_.pieces());
+    Buffers& buffers = Buffers::of_thread();
+    std::byte* const bias = buffers.sums.need(tiles_.sum * static_cast<std::size_t>(tiles_.lanes + lanes_ * s_.b));
+    std::byte* const sums = sum_at(bias, tiles_.lanes);
+    std::byte* const weights = buffers.right.need(packing_.bytes(s_.b * s_.c));
+    tiles_.pack({w(i).data, p_.w.b, p_.w.c}, s_.b, s_.c, s_.c, weights, 0);
+    const simd::DotsTerm term{packing_.at(x(i), first, 0, 0).data, 0};
+    simd::Dots dots{.terms = {&term, 1}, .rows = rows, .depth = s_.c};
+    dots.stride = p_.x.batch;
+    dots.x = weights;
+    dots.x_stride = s_.c;
+    dots.batch = s_.b;
+    dots.sums = sums;
+    dots.sum_stride = lanes_;
+    simd::dots(dots, p_.dtype);
+    if (finishes_) {
+      const bool biased = p_.bias.data != nullptr;
+      if (biased) {
+        tiles_.pack({packing_.at(p_.bias.data, i * s_.b * p_.bias.stride), 0, p_.bias.stride}, 1, s_.b, s_.b, bias, 0);
+      }
+      finish({sums, lanes_, s_.b, ceil_div(rows, tiles_.lanes) * tiles_.lanes, biased ? bias : nullptr, nullptr,
+              p_.activation},
+             p_.dtype);
+    }
+    const Operand to = packing_.at(y(i), first, 0, 0);
+    tiles_.store(sums, lanes_, s_.b, rows, {to.data, to.col, to.row}, false);
+  }
+
+ private:
+  Split rows_;
+  std::int64_t lanes_;
+};
+
 /// A large result often lies in fresh memory, whose pages would take longer than the product.
 void ask_for_large_pages(const Problem& p) {
   const auto extent = [](std::int64_t count, std::int64_t stride) { return (count - 1) * stride; };
@@ -792,6 +847,10 @@ void run(const Problem& problem, Context& context) {
   }
   if (FewRows::fits(problem) && FewRows::pays(problem)) {
     run_as<FewRows>(problem, context);
+    return;
+  }
+  if (FewOutputs::fits(problem)) {
+    run_as<FewOutputs>(problem, context);
     return;
   }
   if (turns(problem)) {

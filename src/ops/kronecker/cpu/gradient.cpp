@@ -27,7 +27,7 @@ Split pieces_of(std::int64_t batch, std::int64_t jobs, std::int64_t unit) {
 }
 
 /// The least batch and blocks that are regrouped, and bytes of x and d_y at most.
-constexpr std::int64_t kRegroupedRows = 32, kRegroupedSide = 16, kRegroupedBytes = 64 << 20;
+constexpr std::int64_t kRegroupedRows = 8, kRegroupedSide = 16, kRegroupedBytes = 64 << 20;
 
 /// Whether δ are computed each by itself, though they are neighbours: runs that leave lanes empty cost more.
 bool apart(const Sizes& s, bool last, const Tiles& tiles) {

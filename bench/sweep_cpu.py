@@ -223,8 +223,8 @@ def sweep(family: str, seed: int, draws: int, rounds: int) -> Iterable[dict[str,
             draw.ways.pop("bsr", None)
         with torch.set_grad_enabled(backward):
             times = race(draw.calls(backward), rounds)
-        yield {
-            "family": family, "problem": draw.name, "dtype": str(dtype).removeprefix("torch."),
+        yield machine(torch.device("cpu")) | {
+            "seed": seed, "family": family, "problem": draw.name, "dtype": str(dtype).removeprefix("torch."),
             "pass": "backward" if backward else "forward", "threads": torch.get_num_threads(),
             "ratio": round(ratio(times), 3), "us": {way: round(us, 2) for way, us in times.items()},
         }  # fmt: skip
@@ -277,7 +277,7 @@ def main() -> None:
             report(part, args.losers)
             rows += part
             if args.json:
-                args.json.write_text(json.dumps(rows, indent=1) + "\n")
+                args.json.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch import Tensor
 from fretwork._shapes import check_slopes, flat_patterns
 from fretwork._torch.arguments import as_number, check_tensor, dtype_name, pattern_keys, precision_name
 from fretwork._torch.attention import attention_op, attention_output, attention_plainly
-from fretwork._torch.differentiable import called_plainly
+from fretwork._torch.differentiable import called_with_tensors
 from fretwork.patterns import Pattern
 
 __all__ = ["alibi", "attention"]
@@ -139,7 +139,7 @@ def attention(
     """
     short = scale is None and bias is None and not return_lse and key_padding_mask is None and precision is None
     plain = type(softcap) is type(dropout_p) is float and softcap == dropout_p == 0
-    if short and plain and isinstance(pattern, Pattern) and called_plainly((q, k, v)) and q.is_cpu:
+    if short and plain and isinstance(pattern, Pattern) and called_with_tensors(q, k, v) and q.is_cpu:
         try:
             return attention_plainly(q, k, v, pattern.key)
         except (RuntimeError, NotImplementedError):

@@ -14,7 +14,7 @@ from fretwork._library import core, int64s, last_error
 from fretwork._shapes import factor_features
 from fretwork._torch import torch_baselines
 from fretwork._torch.arguments import FLOATING, autocasts, check_tensor, dtype_name, precision_name, torch_precision
-from fretwork._torch.differentiable import called_plainly
+from fretwork._torch.differentiable import called_with_tensors
 from fretwork._torch.kronecker import from_dense_op, ksmm_chain_op, ksmm_op, ksmm_plainly, to_dense_op
 from fretwork._torch.private import assert_in_graph
 from fretwork._torch.registration import lowered
@@ -57,7 +57,7 @@ def ksmm(
     [0.0, 0.0, 0.0, 1.0, 2.0, 3.0]
     """
     plain = bias is None and activation is None and precision is None and algo == "auto" and type(bs_last) is bool
-    if plain and isinstance(x, Tensor) and x.dim() == 2 and called_plainly((x, w)):
+    if plain and called_with_tensors(x, w) and x.dim() == 2:
         try:
             return ksmm_plainly(x, w, bs_last, "ieee" if x.is_cpu else torch_precision())
         except (RuntimeError, NotImplementedError):

@@ -143,6 +143,28 @@ def test_short_calls_say_what_is_wrong(call, message, device):
         call(x, w, s, q, fw.patterns.causal(12))
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("bad", [None, 3, "x", (1.0,), torch.float32])
+def test_short_calls_refuse_what_is_no_tensor(bad, grad, device):
+    x, w, q = (
+        torch.randn(shape, device=device, requires_grad=grad) for shape in ((3, 32), (2, 3, 4, 4), (1, 1, 12, 8))
+    )
+    s = fw.two_four.compress(fw.two_four.prune(torch.randn(8, 32, device=device)))
+    pattern = fw.patterns.causal(12)
+    calls = {
+        "ksmm: x": lambda: fw.ksmm(bad, w),
+        "ksmm: w": lambda: fw.ksmm(x, bad),
+        "linear: x": lambda: fw.two_four.linear(bad, s),
+        "attention: q": lambda: fw.attention(bad, q, q, pattern),
+        "attention: v": lambda: fw.attention(q, q, bad, pattern),
+    }
+    if bad is not None:
+        calls["linear: bias"] = lambda: fw.two_four.linear(x, s, bad)
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"{name}: expected a torch.Tensor, got {type(bad).__name__}"):
+            call()
+
+
 @pytest.mark.parametrize("name", op_cases(torch.device("cpu")))
 def test_ops_agree_with_their_rules(name, device):
     call, inputs = op_cases(device)[name]

@@ -20,6 +20,7 @@ from fretwork._torch.registration import ops, register_autocast
 Rule = Callable[..., Any]
 
 # Subclasses of Tensor may intercept ops: torch has to see them, and lists, which may hold them. Tuples hold numbers.
+_TENSORS = frozenset((Tensor, nn.Parameter))
 _PLAIN = frozenset((Tensor, nn.Parameter, str, bool, int, float, tuple, type(None), torch.dtype))
 
 
@@ -31,6 +32,11 @@ def called_eagerly(arguments: Iterable[object]) -> bool:
 def called_plainly(arguments: Iterable[object]) -> bool:
     """The same without autocast."""
     return called_eagerly(arguments) and not in_autocast()
+
+
+def called_with_tensors(*arguments: object) -> bool:
+    """Whether a call is plain and all of these are tensors, so that an op may check them."""
+    return not is_compiling() and in_eager() and not in_autocast() and _TENSORS.issuperset(map(type, arguments))
 
 
 class DifferentiableOp:

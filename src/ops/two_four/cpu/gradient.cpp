@@ -156,6 +156,8 @@ class Work {
     bool add;
     std::byte* sums;
     void* out = nullptr;  ///< if set, where rounded sums go instead
+    /// If not 0, the right side is no panel: its rows lie so many elements apart.
+    std::int64_t right_stride = 0;
   };
 
   /// sums[i][j] (+)= Σ_k left(i, k)·right[k][j].
@@ -177,11 +179,12 @@ class Work {
     product.add = s.add;
     product.sum_stride = panels.width();
     product.out_stride = panels.width();
+    product.right_stride = s.right_stride;
     for (std::int64_t n = 0; n < panels.count(); ++n) {
-      product.right = right + bytes(panels.first(n) * deep);
+      product.right = right + bytes(panels.first(n) * (s.right_stride != 0 ? 1 : deep));
       product.sums = s.sums + panels.first(n) * static_cast<std::int64_t>(tiles_.sum);
       product.out = s.out == nullptr ? nullptr : at(s.out, panels.first(n), sizeof(T));
-      tiles_.multiply[panels.width(n) / tiles_.lanes - 1](product);
+      (s.right_stride != 0 ? tiles_.multiply_in_place : tiles_.multiply)[panels.width(n) / tiles_.lanes - 1](product);
     }
   }
   std::byte* row_of(std::byte* sums, std::int64_t row, const Panels& panels) const {
@@ -220,7 +223,7 @@ class Work {
 template <typename T>
 class InputGradient : Work<T> {
   using Base = Work<T>;
-  using Base::p_, Base::s_, Base::tiles_;
+  using Base::p_, Base::s_, Base::tiles_, Base::kPadding;
 
  public:
   InputGradient(const GradientProblem& problem, Context& context)
@@ -249,26 +252,51 @@ class InputGradient : Work<T> {
  private:
   /// Adds up all lines, some of which are expanded at a time.
   void add_expanded(const Blocks::Block& block, const Panels& panels, std::byte* sums) const {
-    T* const lines = reinterpret_cast<T*>(Buffers::of_thread().lines.need(sizeof(T) * kExpanded * kCols<T>));
+    if (few(p_)) {
+      add_few(block, panels, sums);
+      return;
+    }
+    // Elements that are multiplied as they are need no panel. Lines do not share cache sets.
+    const bool in_place = tiles_.group == 1 && !tiles_.widens;
+    const std::int64_t stride = in_place ? panels.width() + kPadding : block.cols;
+    T* const lines = lines_of(in_place ? kDepth : kExpanded, stride);
     Codes codes(s_);
     for (std::int64_t line = 0; line < s_.lines; line += kDepth) {
       const std::int64_t depth = std::min(kDepth, s_.lines - line);
-      std::byte* const right = few(p_) ? nullptr : Base::right_of(depth, panels);
-      for (std::int64_t n = 0; n < depth; n += kExpanded) {
-        const std::int64_t some = std::min(kExpanded, depth - n);
-        expand(line + n, some, block, codes, lines);
-        if (few(p_)) {
-          add_rows(Base::place(p_.d_y, block.row, line + n), block, some, panels, lines, line + n > 0, sums);
-        } else {
-          Base::pack_right({lines, block.cols, 1}, n, some, depth, panels, right);
+      std::byte* right = reinterpret_cast<std::byte*>(lines);
+      if (in_place) {
+        expand(line, depth, block, codes, lines, stride);
+      } else {
+        right = Base::right_of(depth, panels);
+        for (std::int64_t n = 0; n < depth; n += kExpanded) {
+          const std::int64_t some = std::min(kExpanded, depth - n);
+          expand(line + n, some, block, codes, lines, stride);
+          Base::pack_right({lines, stride, 1}, n, some, depth, panels, right);
         }
       }
       const simd::Place d_y = Base::place(p_.d_y, block.row, line);
-      for (std::int64_t row = 0; !few(p_) && row < block.rows; row += tiles_.rows) {
+      for (std::int64_t row = 0; row < block.rows; row += tiles_.rows) {
         const std::int64_t rows = std::min(tiles_.rows, block.rows - row);
-        Base::multiply({d_y, row, rows, depth, line > 0, Base::row_of(sums, row, panels)}, panels, right);
+        Base::multiply(
+            {d_y, row, rows, depth, line > 0, Base::row_of(sums, row, panels), nullptr, in_place ? stride : 0}, panels,
+            right);
       }
     }
+  }
+
+  /// The same with a few rows: lines stream by once.
+  void add_few(const Blocks::Block& block, const Panels& panels, std::byte* sums) const {
+    T* const lines = lines_of(kExpanded, block.cols);
+    Codes codes(s_);
+    for (std::int64_t line = 0; line < s_.lines; line += kExpanded) {
+      const std::int64_t some = std::min(kExpanded, s_.lines - line);
+      expand(line, some, block, codes, lines, block.cols);
+      add_rows(Base::place(p_.d_y, block.row, line), block, some, panels, lines, line > 0, sums);
+    }
+  }
+
+  static T* lines_of(std::int64_t count, std::int64_t stride) {
+    return reinterpret_cast<T*>(Buffers::of_thread().lines.need(sizeof(T) * static_cast<std::size_t>(count * stride)));
   }
 
   /// Rows for which a panel is not worth packing; of five and more, products in pairs make up for it.
@@ -277,9 +305,10 @@ class InputGradient : Work<T> {
   }
 
   /// Columns of a block of some lines, with zeros where nothing is kept.
-  void expand(std::int64_t line, std::int64_t count, const Blocks::Block& block, Codes& codes, T* out) const {
+  void expand(std::int64_t line, std::int64_t count, const Blocks::Block& block, Codes& codes, T* out,
+              std::int64_t stride) const {
     const std::int64_t group = s_.group(), groups = block.cols / group;
-    for (std::int64_t l = 0; l < count; ++l, out += block.cols) {
+    for (std::int64_t l = 0; l < count; ++l, out += stride) {
       const Run<T> values(s_.values, line + l, block.col / 2, block.cols / 2, Buffers::of_thread().line);
       codes.place(values.load(), line + l, block.col / group, groups, out);
     }

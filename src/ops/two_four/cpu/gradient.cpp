@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
-#include <vector>
 
 #include "core/divide.h"
 #include "ops/two_four/cpu/codes.h"

@@ -127,6 +127,26 @@ void attention_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
   }
 }
 
+/// The gradients of q, k and v without options, for the same reason. Bits of `needs` ask for them.
+void attention_output_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "attention_backward";
+  Arguments arguments(stack);
+  const Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor(), out = arguments.tensor(),
+               lse = arguments.tensor(), d_out = arguments.tensor();
+  const Text keys = arguments.text();
+  const std::int64_t needs = arguments.integer();
+
+  const std::vector<fretwork::PatternPtr> patterns = fretwork::parse_patterns(keys.view());
+  const Gradient d_q("d_q", q, (needs & 1) != 0), d_k("d_k", k, (needs & 2) != 0), d_v("d_v", v, (needs & 4) != 0);
+  Call call(q);
+  fretwork::attention_backward(view(kOp, "q", q), view(kOp, "k", k), view(kOp, "v", v), patterns, view(kOp, "out", out),
+                               view(kOp, "lse", lse), view(kOp, "d_out", d_out), std::nullopt,
+                               {.q = d_q.place, .k = d_k.place, .v = d_v.place}, call.context());
+  stack[0] = torch::stable::detail::from(d_q.tensor);
+  stack[1] = torch::stable::detail::from(d_k.tensor);
+  stack[2] = torch::stable::detail::from(d_v.tensor);
+}
+
 /// One of SPLAT's three products: its name, what its operands are called, and the core's function.
 struct Product {
   const char *op, *first, *second;
@@ -203,6 +223,7 @@ void implement(torch::stable::detail::StableLibrary& m) {
   implement_twins(m, "attention", &attention);
   m.impl("_attention_output", &attention_output);
   implement_twins(m, "attention_backward", &attention_backward);
+  m.impl("_attention_output_backward", &attention_output_backward);
   implement_twins(m, "r_sddmm", &r_sddmm);
   implement_twins(m, "r_softmax", &r_softmax);
   implement_twins(m, "r_softmax_backward", &r_softmax_backward);
@@ -225,6 +246,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fretwork, m) {
       "patterns, float? scale, Tensor? bias, Tensor? slopes, float softcap, float dropout_p, Tensor? seed, str "
       "precision, bool needs_q, bool needs_k, bool needs_v, bool needs_bias, Tensor? key_padding_mask=None) -> (Tensor "
       "d_q, Tensor d_k, Tensor d_v, Tensor d_bias)");
+  m.def(
+      "_attention_output_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor d_out, str patterns, "
+      "int "
+      "needs) -> (Tensor d_q, Tensor d_k, Tensor d_v)");
   define_twins(m, "r_sddmm(Tensor q, Tensor k, str pattern) -> Tensor");
   define_twins(m, "r_softmax(Tensor x, str pattern, float scale) -> Tensor");
   define_twins(m, "r_softmax_backward(Tensor out, Tensor d_out, str pattern, float scale) -> Tensor");

@@ -82,6 +82,9 @@ def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs_bias:
     if 0 in d_out.stride():  # one number for many, as a sum's gradient is: the fast kernels read rows
         d_out = d_out.contiguous()
     plainly = not torch.is_grad_enabled() and called_plainly((q, k, v, d_out, d_lse, bias))
+    if plainly and ctx.how[1:] == _NO_OPTIONS and d_lse is bias is slopes is padding is None and q.is_cpu:
+        found = _plain_output_backward(q, k, v, out, lse, d_out, patterns, needs_q + 2 * needs_k + 4 * needs_v)
+        return *(d if needs else None for d, needs in zip(found, (needs_q, needs_k, needs_v), strict=True)), None
     op: Callable[..., Any] = attention_backward_op.plain if plainly else attention_backward_op
     d_q, d_k, d_v, d_bias = op(
         *(q, k, v, out, lse, d_out, d_lse, patterns, scale, bias, slopes, softcap, dropout_p, seed),
@@ -151,7 +154,21 @@ def _output_fake(q: Tensor, k: Tensor, v: Tensor, patterns: str, precision: str)
     return _attention_fake(q, k, v, patterns, None, None, None, 0.0, 0.0, None, precision)[0]
 
 
-_plain_output = bare(ops._attention_output.default)
+@torch.library.register_fake("fretwork::_attention_output_backward")
+def _output_backward_fake(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, patterns: str, needs: int
+) -> tuple[Tensor, ...]:
+    return tuple(
+        torch.empty_like(t, memory_format=torch.contiguous_format) if needs >> n & 1 else q.new_empty(0)
+        for n, t in enumerate((q, k, v))
+    )
+
+
+_plain_output, _plain_output_backward = (
+    bare(ops._attention_output.default),
+    bare(ops._attention_output_backward.default),
+)
+_NO_OPTIONS = (None, 0.0, 0.0, "ieee")  # scale, softcap, dropout_p, precision
 
 
 def attention_plainly(q: Tensor, k: Tensor, v: Tensor, patterns: str) -> Tensor:

@@ -401,6 +401,7 @@ def conv_section(rows: list[Row]) -> list[str]:
     return lines
 
 
+MOST_LOST = 120  # shown; all are in the rows
 SWEEP_NAMES = {"block": "block products", "two_four": "2:4 layers", "kronecker": "Kronecker products"}
 
 
@@ -424,25 +425,30 @@ def parted(rows: list[Row], key: Callable[[Row], Any]) -> dict[str, list[Row]]:
     return {str(k): parts[k] for k in sorted(parts)}
 
 
-def sweep_families(rows: list[Row]) -> dict[str, list[Row]]:
-    return {SWEEP_NAMES.get(name, name): of for name, of in parted(rows, lambda r: r["family"]).items()}
+def sweep_families(rows: list[Row], threads: bool = False) -> dict[str, list[Row]]:
+    """Rows by family, and on a CPU by the number of threads."""
+    key = lambda r: SWEEP_NAMES.get(r["family"], r["family"]) + (f", threads: {r['threads']}" if threads else "")  # noqa: E731
+    return parted(rows, key)
 
 
 def sweep_section(machine: str, sweep: Row) -> list[str]:
     behind = 0.95 if "NVIDIA" in sweep["device"] else 0.9
-    rows = sweep["rows"]
-    lines = [f"## {sweep['device']}", "", f"torch {sweep['torch']}, {sweep['date']}, seed {sweep['seed']}.", "",
+    rows, seeds = sweep["rows"], sorted({r["seed"] for r in sweep["rows"]})
+    threads = len({r["threads"] for r in rows}) > 1
+    told = ", ".join(map(str, seeds))
+    lines = [f"## {sweep['device']}", "", f"torch {sweep['torch']}, {sweep['date']}, seeds {told}.", "",
              f"![ratios by family and rows](sweep-{machine}.svg)", ""]  # fmt: skip
-    lines += sweep_table("family", sweep_families(rows), behind)
+    lines += sweep_table("family", sweep_families(rows, threads), behind)
     for name, of in sweep_families(rows).items():
         what = "tokens" if name == "attention" else "rows"
         lines += sweep_table(f"{name}, {what}", parted(of, size_of), behind)
     lost = sorted((r for r in rows if r["ratio"] < behind), key=lambda r: r["ratio"])
-    lines += [f"<details><summary>The {len(lost)} problems that are behind</summary>", "",
+    shown = f"{MOST_LOST} of the {len(lost)}" if len(lost) > MOST_LOST else f"{len(lost)}"
+    lines += [f"<details><summary>The {shown} problems that are behind, the worst first</summary>", "",
               "| ratio | problem | | ours, µs | best peer |", "|---|---|---|---|---|"]  # fmt: skip
-    for r in lost:
+    for r in lost[:MOST_LOST]:
         way, us = min(((way, us) for way, us in r["us"].items() if way != "ours"), key=lambda found: found[1])
-        kind = f"{r['family']}, {r['dtype']}, {r['pass']}"
+        kind = f"{r['family']}, {r['dtype']}, {r['pass']}" + (f", threads: {r['threads']}" if threads else "")
         lines.append(f"| {r['ratio']:.2f} | {r['problem']} | {kind} | {r['us']['ours']:.1f} | {way} {us:.1f} |")
     return [*lines, "", "</details>", ""]
 

@@ -307,7 +307,7 @@ def sweep(family: str, args: argparse.Namespace) -> Iterable[dict[str, Any]]:
             calls = draw.calls(backward)
             times = gpu_race(calls) if space.on_gpu else race(calls, args.rounds)
         yield {
-            "family": family, "problem": draw.name, "dtype": str(dtype).removeprefix("torch."),
+            "seed": args.seed, "family": family, "problem": draw.name, "dtype": str(dtype).removeprefix("torch."),
             "pass": "backward" if backward else "forward", "threads": torch.get_num_threads(),
             "ratio": round(ratio(times), 3), "us": {way: round(us, 2) for way, us in times.items()},
         }  # fmt: skip
@@ -351,6 +351,12 @@ def report(rows: list[dict[str, Any]], losers: int) -> None:
             print(f"   {row['ratio']:.2f}  {row['problem']} {row['dtype']} {row['pass']}: {times} µs")
 
 
+def store(path: Path, rows: list[dict[str, Any]]) -> None:
+    """A row a line."""
+    facts = {name: fact for name, fact in machine(space.device).items() if name != "threads"}
+    path.write_text(json.dumps(facts)[:-1] + ', "rows": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]}\n")
+
+
 def main() -> None:
     warnings.filterwarnings("ignore", message="Sparse BSR")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -380,7 +386,7 @@ def main() -> None:
             report(part, args.losers)
             rows += part
             if args.json:
-                args.json.write_text(json.dumps({**machine(space.device), "seed": args.seed, "rows": rows}) + "\n")
+                store(args.json, rows)
 
 
 if __name__ == "__main__":

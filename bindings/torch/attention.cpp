@@ -70,6 +70,24 @@ void attention(StableIValue* stack, std::uint64_t, std::uint64_t) {
   stack[1] = torch::stable::detail::from(lse);
 }
 
+/// The result alone, without options, for calls in which each argument counts.
+void attention_output(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "attention";
+  Arguments arguments(stack);
+  const Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
+  const Text keys = arguments.text(), precision = arguments.text();
+
+  const std::vector<fretwork::PatternPtr> patterns = fretwork::parse_patterns(keys.view());
+  const fretwork::ConstTensorView queries = view(kOp, "q", q), values = view(kOp, "v", v);
+  const std::int64_t sizes[] = {queries.size(0), queries.size(1), queries.size(2), values.size(3)};
+  const Tensor out = empty_like(sizes, q);
+  Call call(q);
+  call.context().precision = precision_named(kOp, precision.view());
+  fretwork::attention(queries, view(kOp, "k", k), values, patterns, out_view(kOp, "out", out), std::nullopt,
+                      call.context());
+  stack[0] = torch::stable::detail::from(out);
+}
+
 /// A gradient that goes where the core is told, or stays empty when it is not wanted.
 struct Gradient {
   Gradient(const char* argument, const Tensor& of, bool wanted)
@@ -107,6 +125,26 @@ void attention_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
   for (std::size_t n = 0; n < std::size(results); ++n) {
     stack[n] = torch::stable::detail::from(results[n]);
   }
+}
+
+/// The gradients of q, k and v without options, for the same reason. Bits of `needs` ask for them.
+void attention_output_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "attention_backward";
+  Arguments arguments(stack);
+  const Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor(), out = arguments.tensor(),
+               lse = arguments.tensor(), d_out = arguments.tensor();
+  const Text keys = arguments.text();
+  const std::int64_t needs = arguments.integer();
+
+  const std::vector<fretwork::PatternPtr> patterns = fretwork::parse_patterns(keys.view());
+  const Gradient d_q("d_q", q, (needs & 1) != 0), d_k("d_k", k, (needs & 2) != 0), d_v("d_v", v, (needs & 4) != 0);
+  Call call(q);
+  fretwork::attention_backward(view(kOp, "q", q), view(kOp, "k", k), view(kOp, "v", v), patterns, view(kOp, "out", out),
+                               view(kOp, "lse", lse), view(kOp, "d_out", d_out), std::nullopt,
+                               {.q = d_q.place, .k = d_k.place, .v = d_v.place}, call.context());
+  stack[0] = torch::stable::detail::from(d_q.tensor);
+  stack[1] = torch::stable::detail::from(d_k.tensor);
+  stack[2] = torch::stable::detail::from(d_v.tensor);
 }
 
 /// One of SPLAT's three products: its name, what its operands are called, and the core's function.
@@ -183,7 +221,9 @@ void r_softmax_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
 
 void implement(torch::stable::detail::StableLibrary& m) {
   implement_twins(m, "attention", &attention);
+  m.impl("_attention_output", &attention_output);
   implement_twins(m, "attention_backward", &attention_backward);
+  m.impl("_attention_output_backward", &attention_output_backward);
   implement_twins(m, "r_sddmm", &r_sddmm);
   implement_twins(m, "r_softmax", &r_softmax);
   implement_twins(m, "r_softmax_backward", &r_softmax_backward);
@@ -199,12 +239,17 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fretwork, m) {
       "attention(Tensor q, Tensor k, Tensor v, str patterns, float? scale, Tensor? bias, Tensor? slopes, float "
       "softcap, float dropout_p, Tensor? seed, str precision, Tensor? key_padding_mask=None) -> (Tensor out, Tensor "
       "lse)");
+  m.def("_attention_output(Tensor q, Tensor k, Tensor v, str patterns, str precision) -> Tensor");
   define_twins(
       m,
       "attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor d_out, Tensor? d_lse, str "
       "patterns, float? scale, Tensor? bias, Tensor? slopes, float softcap, float dropout_p, Tensor? seed, str "
       "precision, bool needs_q, bool needs_k, bool needs_v, bool needs_bias, Tensor? key_padding_mask=None) -> (Tensor "
       "d_q, Tensor d_k, Tensor d_v, Tensor d_bias)");
+  m.def(
+      "_attention_output_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor d_out, str patterns, "
+      "int "
+      "needs) -> (Tensor d_q, Tensor d_k, Tensor d_v)");
   define_twins(m, "r_sddmm(Tensor q, Tensor k, str pattern) -> Tensor");
   define_twins(m, "r_softmax(Tensor x, str pattern, float scale) -> Tensor");
   define_twins(m, "r_softmax_backward(Tensor out, Tensor d_out, str pattern, float scale) -> Tensor");

@@ -240,13 +240,68 @@ void matmul(StableIValue* stack, std::uint64_t, std::uint64_t) {
   stack[0] = torch::stable::detail::from(out);
 }
 
+/// "linear" without options, for calls in which each argument counts.
+void linear(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "linear";
+  Arguments arguments(stack);
+  const Tensor values = arguments.tensor(), metadata = arguments.tensor(), x = arguments.tensor();
+  const std::optional<Tensor> bias = arguments.optional_tensor();
+  const Text precision = arguments.text();
+
+  const ConstTwoFour s = sparse(kOp, values, metadata, 1);
+  const ConstTensorView input = view(kOp, "x", x, kElements);
+  if (input.rank < 1) {
+    throw fretwork::Error(kOp, "x", "(…, " + std::to_string(s.shape()[1]) + ")", fretwork::shape_text(input.shape()));
+  }
+  std::array<std::int64_t, fretwork::kMaxRank> sizes = input.sizes;
+  sizes[static_cast<std::size_t>(input.rank - 1)] = s.shape()[0];
+  const Tensor out = empty(std::span(sizes).first(static_cast<std::size_t>(input.rank)), result_code(x), x);
+  Call call(x);
+  call.context().precision = precision_named(kOp, precision.view());
+  fretwork::two_four::linear(input, s, out_view(kOp, "out_dtype", out, kResult), call.context(),
+                             {.bias = view(kOp, "bias", bias, kResult)});
+  stack[0] = torch::stable::detail::from(out);
+}
+
 Tensor sum_of_rows(const Tensor& matrix) {
   const std::int64_t rows[] = {0};
   return torch::stable::sum(matrix, torch::headeronly::IntHeaderOnlyArrayRef(rows, 1));
 }
 
+/// `rows` is d_out as a matrix.
+Tensor input_gradient(const Tensor& d_out, const Tensor& rows, const Tensor& values, const Tensor& metadata) {
+  if (d_out.is_cuda()) {
+    return torch::stable::matmul(d_out, expanded(values, metadata, 1));
+  }
+  constexpr const char* kOp = "linear_backward_input";
+  const ConstTwoFour weight = sparse(kOp, values, metadata, 1);
+  const auto leading = d_out.sizes();
+  std::vector<std::int64_t> sizes(leading.begin(), leading.end());
+  sizes.back() = weight.shape()[1];
+  Tensor d_x = empty_like(sizes, d_out);
+  const std::array<std::int64_t, 2> shape{rows.size(0), sizes.back()}, strides{sizes.back(), 1};
+  const fretwork::ConstTensorView upstream = view(kOp, "d_out", rows);
+  Call call(d_out);
+  fretwork::two_four::linear_backward_input(
+      upstream, weight, {d_x.mutable_data_ptr(), upstream.dtype, shape, strides, upstream.device}, call.context());
+  return d_x;
+}
+
+Tensor value_gradient(const Tensor& x, const Tensor& rows, const Tensor& metadata) {
+  if (rows.is_cuda()) {
+    return gathered(torch::stable::matmul(torch::stable::transpose(rows, 0, 1), x), metadata, 1);
+  }
+  constexpr const char* kOp = "linear_backward_values";
+  Tensor d_values = empty_like(std::array{rows.size(1), x.size(1) / 2}, x);
+  Call call(rows);
+  fretwork::two_four::linear_backward_values(view(kOp, "x", x), view(kOp, "d_out", rows),
+                                             view(kOp, "metadata", metadata, kWords),
+                                             out_view(kOp, "d_values", d_values), call.context());
+  return d_values;
+}
+
 /// The gradients of a layer's product x Wᵀ + bias, x (…, in), in one op: of x if there are values, of the values if
-/// there is an x, and of the bias. Those not wanted are empty. The dense products are torch's own.
+/// there is an x, and of the bias. Those not wanted are empty. On a GPU the dense products are torch's own.
 void linear_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
   Arguments arguments(stack);
   const Tensor d_out = arguments.tensor();
@@ -256,9 +311,8 @@ void linear_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
 
   const auto rows_of = [](const Tensor& t) { return t.dim() == 2 ? t : torch::stable::flatten(t, 0, -2); };
   const Tensor rows = rows_of(d_out), none = empty_like(std::array<std::int64_t, 1>{0}, d_out);
-  const Tensor d_x = values ? torch::stable::matmul(d_out, expanded(*values, metadata, 1)) : none;
-  const Tensor d_values =
-      x ? gathered(torch::stable::matmul(torch::stable::transpose(rows, 0, 1), rows_of(*x)), metadata, 1) : none;
+  const Tensor d_x = values ? input_gradient(d_out, rows, *values, metadata) : none;
+  const Tensor d_values = x ? value_gradient(rows_of(*x), rows, metadata) : none;
   stack[0] = torch::stable::detail::from(d_x);
   stack[1] = torch::stable::detail::from(d_values);
   stack[2] = torch::stable::detail::from(needs_bias ? sum_of_rows(rows) : none);
@@ -273,6 +327,7 @@ void implement(torch::stable::detail::StableLibrary& m) {
   implement_twins(m, "two_four_prune", &prune);
   implement_twins(m, "two_four_prune_both", &prune_both);
   implement_twins(m, "two_four_matmul", &matmul);
+  m.impl("_two_four_linear", &linear);
   m.impl("_two_four_linear_backward", &linear_backward);
 }
 
@@ -298,6 +353,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fretwork, m) {
       "two_four_matmul(Tensor values, Tensor metadata, Tensor dense, Tensor? bias, str activation, ScalarType? "
       "out_dtype, Tensor? scale_a, Tensor? scale_b, str product, str precision, Tensor? scale_out=None) -> "
       "Tensor");
+  m.def("_two_four_linear(Tensor values, Tensor metadata, Tensor x, Tensor? bias, str precision) -> Tensor");
   m.def(
       "_two_four_linear_backward(Tensor d_out, Tensor? x, Tensor? values, Tensor metadata, bool needs_bias) -> (Tensor "
       "d_x, Tensor d_values, Tensor d_bias)");

@@ -110,6 +110,15 @@ void matmul(const ConstTensorView& a, const ConstTwoFour& b, const TensorView& o
 void linear(const ConstTensorView& x, const ConstTwoFour& weight, const TensorView& out, Context& context,
             const Options& options = {});
 
+/// Gradients of a layer's product without options: d_x = d_out·weight, and d_values = the elements of d_outᵀ·x that
+/// `metadata`, of a weight (out, in) with dim 1, keeps. x and d_x are (rows, in), d_out is (rows, out); any strides,
+/// one floating dtype. On a CPU, where nothing as large as the dense weight is written. A GPU's are dense products of
+/// what to_dense writes, and gather.
+void linear_backward_input(const ConstTensorView& d_out, const ConstTwoFour& weight, const TensorView& d_x,
+                           Context& context);
+void linear_backward_values(const ConstTensorView& x, const ConstTensorView& d_out, const ConstTensorView& metadata,
+                            const TensorView& d_values, Context& context);
+
 /// Whether expanding the sparse operand (m × k) and a dense product with n columns is likely to be quicker on `device`,
 /// with the kernels that it has here.
 bool dense_wins(std::int64_t m, std::int64_t n, std::int64_t k, DType dtype, Device device, Precision precision);

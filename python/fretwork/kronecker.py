@@ -13,8 +13,9 @@ from fretwork._checks import flag, whole_number
 from fretwork._library import core, int64s, last_error
 from fretwork._shapes import factor_features
 from fretwork._torch import torch_baselines
-from fretwork._torch.arguments import FLOATING, autocasts, check_tensor, dtype_name, precision_name
-from fretwork._torch.kronecker import from_dense_op, ksmm_chain_op, ksmm_op, to_dense_op
+from fretwork._torch.arguments import FLOATING, autocasts, check_tensor, dtype_name, precision_name, torch_precision
+from fretwork._torch.differentiable import called_with_tensors
+from fretwork._torch.kronecker import from_dense_op, ksmm_chain_op, ksmm_op, ksmm_plainly, to_dense_op
 from fretwork._torch.private import assert_in_graph
 from fretwork._torch.registration import lowered
 from fretwork._torch.torch_baselines import BASELINES
@@ -55,6 +56,12 @@ def ksmm(
     >>> fw.ksmm(torch.ones(40), w, bias=torch.arange(30.0) - 30, activation="relu").tolist()[24:]
     [0.0, 0.0, 0.0, 1.0, 2.0, 3.0]
     """
+    plain = bias is None and activation is None and precision is None and algo == "auto" and type(bs_last) is bool
+    if plain and called_with_tensors(x, w) and x.dim() == 2:
+        try:
+            return ksmm_plainly(x, w, bs_last, "ieee" if x.is_cpu else torch_precision())
+        except (RuntimeError, NotImplementedError):
+            pass  # the checks below say what is wrong
     check_tensor("ksmm", "w", w)
     return _apply_factors("ksmm", x, {"w": w}, bs_last, bias, activation, algo, precision)
 

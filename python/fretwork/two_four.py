@@ -25,6 +25,7 @@ from fretwork._checks import flag, refuse, whole_number
 from fretwork._library import core, two_four_order
 from fretwork._shapes import two_four_axis, two_four_cut
 from fretwork._torch.arguments import FLOATING, check_tensor, dtype_name, precision_name, torch_precision
+from fretwork._torch.differentiable import called_with_tensors
 from fretwork._torch.private import in_forward_mode
 from fretwork._torch.two_four import (
     KINDS,
@@ -34,6 +35,7 @@ from fretwork._torch.two_four import (
     check_op,
     compress_op,
     group_of,
+    linear_plainly,
     matmul_op,
     prune_op,
     to_dense_op,
@@ -508,6 +510,14 @@ def linear(
     """
     if not isinstance(s, TwoFour):
         refuse("linear", "s", "a fretwork.TwoFour", type(s).__name__, TypeError)
+    short = activation is None and fallback is None and precision is None and s.dim == 1
+    operands = (x, s.values) if bias is None else (x, s.values, bias)
+    if short and s.values.dtype in FLOATING and called_with_tensors(*operands):
+        try:
+            exact = "ieee" if s.values.is_cpu else product_precision("linear", s.values.dtype, None)
+            return linear_plainly(s.values, s.metadata, x, bias, exact)
+        except (RuntimeError, NotImplementedError):
+            pass  # the checks below say what is wrong
     if s.dim != 1:
         raise NotImplementedError(
             "linear: s: expected (out, in) compressed along in, dim=-1, got dim=0; compress the weight along that axis"

@@ -97,12 +97,15 @@ def op_cases(device):
         "softmax": (lambda: fw.block_softmax(values, layout, 0.5), [values]),
         "pack": (lambda: layout.pack(layout.unpack(values)), [values]),
         "ksmm": (lambda: fw.ksmm(x, weights[0], activation="silu"), [x, weights[0]]),
+        "ksmm, short": (lambda: fw.ksmm(x, weights[0]), [x, weights[0]]),
         "chain": (lambda: fw.ksmm_chain(x, weights, bias=bias), [x, *weights, bias]),
         "chain, relu": (lambda: fw.ksmm_chain(x, weights[:2], activation="relu"), [x, *weights[:2]]),
         "chain, last": (lambda: fw.ksmm_chain(x.T, weights, True, bias, "gelu"), [x, *weights, bias]),
         "to_dense": (lambda: fw.kronecker.to_dense(weights[0]), [weights[0]]),
         "matmul": (lambda: fw.two_four.matmul(s, rows.mT, shift, "gelu"), [s.values, rows, shift]),
         "linear": (lambda: fw.two_four.linear(rows, s, shift, "relu"), [s.values, rows, shift]),
+        "linear, short": (lambda: fw.two_four.linear(rows, s), [s.values, rows]),
+        "attention, short": (lambda: fw.attention(q, k, v, pattern), [q, k, v]),
         "attention": (lambda: fw.attention(q, k, v, pattern, bias=score, softcap=3.0), [q, k, v, score]),
         "attention, lse": (
             lambda: fw.attention(q, k, v, pattern, key_padding_mask=padding, return_lse=True),
@@ -111,6 +114,55 @@ def op_cases(device):
         "r_spmm": (lambda: fw.r_spmm(fw.r_softmax(fw.r_sddmm(q, k, pattern), pattern), v, pattern), [q, k, v]),
         "conv": (lambda: fw.block_conv2d(images, packed, taps, 1, bias=offset), [images, packed, offset]),
     }
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda x, w, s, q, p: fw.ksmm(x.to_sparse(), w),
+            "ksmm: x: expected a dense tensor, got one that is sparse_coo",
+        ),
+        (lambda x, w, s, q, p: fw.ksmm(x, w.double()), "ksmm: w: expected float32 like x, got float64"),
+        (lambda x, w, s, q, p: fw.ksmm(x[:, 1:], w), r"ksmm: x for w: expected \(…, 32\), a·c·d, got \(3, 31\)"),
+        (
+            lambda x, w, s, q, p: fw.two_four.linear(x.to_sparse(), s),
+            "linear: x: expected a dense tensor, got one that is",
+        ),
+        (lambda x, w, s, q, p: fw.two_four.linear(x.half(), s), "linear: x: expected float32, got float16"),
+        (lambda x, w, s, q, p: fw.two_four.linear(x[:, 2:], s), r"linear: x: expected \(…, 32\), got \(3, 30\)"),
+        (lambda x, w, s, q, p: fw.attention(q, q, q.to_sparse(), p), "attention: v: expected a dense tensor, got one"),
+        (lambda x, w, s, q, p: fw.attention(q, q[..., 1:], q, p), "attention: k: expected"),
+        (lambda x, w, s, q, p: fw.attention(q[:, :, 1:], q, q, p), "attention: pattern: expected"),
+    ],
+)
+def test_short_calls_say_what_is_wrong(call, message, device):
+    x, w, q = (torch.randn(shape, device=device) for shape in ((3, 32), (2, 3, 4, 4), (1, 1, 12, 8)))
+    s = fw.two_four.compress(fw.two_four.prune(torch.randn(8, 32, device=device)))
+    with pytest.raises(RuntimeError, match=message):
+        call(x, w, s, q, fw.patterns.causal(12))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("bad", [None, 3, "x", (1.0,), torch.float32])
+def test_short_calls_refuse_what_is_no_tensor(bad, grad, device):
+    x, w, q = (
+        torch.randn(shape, device=device, requires_grad=grad) for shape in ((3, 32), (2, 3, 4, 4), (1, 1, 12, 8))
+    )
+    s = fw.two_four.compress(fw.two_four.prune(torch.randn(8, 32, device=device)))
+    pattern = fw.patterns.causal(12)
+    calls = {
+        "ksmm: x": lambda: fw.ksmm(bad, w),
+        "ksmm: w": lambda: fw.ksmm(x, bad),
+        "linear: x": lambda: fw.two_four.linear(bad, s),
+        "attention: q": lambda: fw.attention(bad, q, q, pattern),
+        "attention: v": lambda: fw.attention(q, q, bad, pattern),
+    }
+    if bad is not None:
+        calls["linear: bias"] = lambda: fw.two_four.linear(x, s, bad)
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"{name}: expected a torch.Tensor, got {type(bad).__name__}"):
+            call()
 
 
 @pytest.mark.parametrize("name", op_cases(torch.device("cpu")))

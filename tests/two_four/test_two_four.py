@@ -572,6 +572,41 @@ def test_gradient_of_wide_and_scaled_results(device):
     assert_close(fw.TwoFour(values.grad, s.metadata).to_dense(), kept, torch.bfloat16)
 
 
+VIEWS = {
+    "contiguous": lambda t: t,
+    "turned": lambda t: t.mT.contiguous().mT,
+    "every second": lambda t: torch.stack((t, t), -1).flatten(-2)[..., ::2],
+    "moved": lambda t: torch.cat((t[..., :1], t), -1)[..., 1:],
+    "expanded": lambda t: t[..., :1, :].expand(t.shape),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("lead", [(), (1,), (5,), (0,), (2, 3), (70,)])
+@pytest.mark.parametrize("view", VIEWS)
+def test_gradients_of_views(view, lead, dtype):
+    """A layer's gradients on the CPU, whose operands and upstream lie in any way, wanted together and alone."""
+    if view != "contiguous" and (lead == () or lead == (0,)):
+        return
+    out, k = 24, 68
+    dense = fw.two_four.prune(torch.randn(out, k).to(dtype))
+    s = fw.two_four.compress(dense)
+    s.values.requires_grad_()
+    bias = torch.randn(out).to(dtype).requires_grad_()
+    x = VIEWS[view](torch.randn(*lead, k).to(dtype)).detach().requires_grad_()
+    upstream = VIEWS[view](torch.randn(*lead, out).to(dtype))
+    rows, above = x.detach().double().reshape(-1, k), upstream.double().reshape(-1, out)
+    kept = two_four.from_parts(torch.ones_like(s.values), s.metadata, 1).to_dense() != 0  # half of every line
+    want = {"x": (above @ dense.double()).reshape(x.shape), "bias": above.sum(0)}
+    want["values"] = (above.T @ rows)[kept].reshape(out, k // 2)
+    y = fw.two_four.linear(x, s, bias)
+    operands = {"x": x, "values": s.values, "bias": bias}
+    for names in (["x", "values", "bias"], ["x"], ["values"], ["bias", "values"]):
+        found = torch.autograd.grad(y, [operands[n] for n in names], upstream, retain_graph=True)
+        for name, got in zip(names, found, strict=True):
+            assert_close(got, want[name], dtype, name)
+
+
 def test_what_has_no_gradient_says_so(device):
     s, B = two_four.compress(torch.eye(16, device=device).half()), torch.ones(16, 3, device=device).half()
     scale = torch.ones((), device=device, requires_grad=True)

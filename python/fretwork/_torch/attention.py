@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fretwork import _shapes
 from fretwork._torch.differentiable import DifferentiableOp, called_plainly
-from fretwork._torch.private import alive, any_requires_grad, node_apply
-from fretwork._torch.registration import lowered, operand
+from fretwork._torch.private import alive, any_requires_grad, bare, node_apply
+from fretwork._torch.registration import lowered, operand, ops
 from fretwork._torch.vmap import mapped, one_by_one, sample_shape
 from fretwork.patterns import Pattern
 
@@ -81,7 +81,12 @@ def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs_bias:
         d_out = torch.zeros_like(out)
     if 0 in d_out.stride():  # one number for many, as a sum's gradient is: the fast kernels read rows
         d_out = d_out.contiguous()
-    d_q, d_k, d_v, d_bias = attention_backward_op(
+    plainly = not torch.is_grad_enabled() and called_plainly((q, k, v, d_out, d_lse, bias))
+    if plainly and ctx.how[1:] == _NO_OPTIONS and d_lse is bias is slopes is padding is None and q.is_cpu:
+        found = _plain_output_backward(q, k, v, out, lse, d_out, patterns, needs_q + 2 * needs_k + 4 * needs_v)
+        return *(d if needs else None for d, needs in zip(found, (needs_q, needs_k, needs_v), strict=True)), None
+    op: Callable[..., Any] = attention_backward_op.plain if plainly else attention_backward_op
+    d_q, d_k, d_v, d_bias = op(
         *(q, k, v, out, lse, d_out, d_lse, patterns, scale, bias, slopes, softcap, dropout_p, seed),
         *(precision, needs_q, needs_k, needs_v, needs_bias, padding),
     )
@@ -142,6 +147,36 @@ def attention_output(
         op = attention_op.plain
     patterns, scale, softcap, dropout_p, precision = how
     return op(q, k, v, patterns, scale, bias, slopes, softcap, dropout_p, seed, precision, padding)[0]
+
+
+@torch.library.register_fake("fretwork::_attention_output")
+def _output_fake(q: Tensor, k: Tensor, v: Tensor, patterns: str, precision: str) -> Tensor:
+    return _attention_fake(q, k, v, patterns, None, None, None, 0.0, 0.0, None, precision)[0]
+
+
+@torch.library.register_fake("fretwork::_attention_output_backward")
+def _output_backward_fake(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, patterns: str, needs: int
+) -> tuple[Tensor, ...]:
+    return tuple(
+        torch.empty_like(t, memory_format=torch.contiguous_format) if needs >> n & 1 else q.new_empty(0)
+        for n, t in enumerate((q, k, v))
+    )
+
+
+_plain_output, _plain_output_backward = (
+    bare(ops._attention_output.default),
+    bare(ops._attention_output_backward.default),
+)
+_NO_OPTIONS = (None, 0.0, 0.0, "ieee")  # scale, softcap, dropout_p, precision
+
+
+def attention_plainly(q: Tensor, k: Tensor, v: Tensor, patterns: str) -> Tensor:
+    """What was `called_plainly`, on a CPU, without options."""
+    if torch.is_grad_enabled() and any_requires_grad(q, k, v):
+        how = (patterns, None, 0.0, 0.0, "ieee")
+        return _apply_attention(alive(q), alive(k), alive(v), None, None, None, None, how)  # type: ignore[no-any-return]
+    return _plain_output(q, k, v, patterns, "ieee")  # type: ignore[no-any-return]
 
 
 def _attention_second(ctx: Any, *gradients: Tensor) -> None:

@@ -20,6 +20,7 @@ from fretwork._torch.registration import ops, register_autocast
 Rule = Callable[..., Any]
 
 # Subclasses of Tensor may intercept ops: torch has to see them, and lists, which may hold them. Tuples hold numbers.
+_TENSORS = frozenset((Tensor, nn.Parameter))
 _PLAIN = frozenset((Tensor, nn.Parameter, str, bool, int, float, tuple, type(None), torch.dtype))
 
 
@@ -33,10 +34,15 @@ def called_plainly(arguments: Iterable[object]) -> bool:
     return called_eagerly(arguments) and not in_autocast()
 
 
+def called_with_tensors(*arguments: object) -> bool:
+    """Whether a call is plain and all of these are tensors, so that an op may check them."""
+    return not is_compiling() and in_eager() and not in_autocast() and _TENSORS.issuperset(map(type, arguments))
+
+
 class DifferentiableOp:
     """The op `fretwork::name`, with rules to be registered."""
 
-    __slots__ = ("_apply", "_cast", "_defaults", "name", "op", "plain")
+    __slots__ = ("_cast", "_defaults", "name", "node", "op", "plain")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -64,7 +70,7 @@ class DifferentiableOp:
             return output
 
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-        self._apply = node_apply(type(self.name, (torch.autograd.Function,), methods))
+        self.node = node_apply(type(self.name, (torch.autograd.Function,), methods))
 
     def register_vmap(self, rule: Rule) -> None:
         torch.library.register_vmap(f"fretwork::{self.name}", rule)
@@ -81,5 +87,5 @@ class DifferentiableOp:
             arguments = self._cast(*arguments)
         if is_grad_enabled() and any_requires_grad(*arguments):
             given = [alive(a) if type(a) is Tensor else a for a in arguments]
-            return self._apply(*given, *self._defaults[len(given) :])
+            return self.node(*given, *self._defaults[len(given) :])
         return self.plain(*arguments)

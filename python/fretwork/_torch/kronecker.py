@@ -104,6 +104,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     x, w, bias, out = ctx.saved_tensors
     layout = (ctx.bs_last, ctx.precision)
+    if ctx.activation == "none" and not torch.is_grad_enabled() and called_plainly((x, w, d_out)):
+        needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+        if needs_x and needs_w:  # one op has them
+            d_x, d_bias, d_w = _plain_chain_backward(x, (w,), d_out, *layout, True, 1, needs_bias)
+            return d_x, d_w, d_bias if needs_bias else None, None, None, None
     d_out = before_activation(ctx.activation, d_out, out, lambda: ksmm_op(x, w, bias, "none", *layout))
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
     d_x = ksmm_op(d_out, w.transpose(1, 2), None, "none", *layout) if needs_x else None
@@ -221,6 +226,13 @@ def ksmm_chain_plainly(
         bias = None if bias is None else alive(bias)
         return _apply_chain(alive(x), bias, activation, bs_last, precision, *map(alive, weights))  # type: ignore[no-any-return]
     return _plain_chain(x, weights, bias, activation, bs_last, precision)  # type: ignore[no-any-return]
+
+
+def ksmm_plainly(x: Tensor, w: Tensor, bs_last: bool, precision: str) -> Tensor:
+    """What was `called_plainly`, without bias and activation."""
+    if torch.is_grad_enabled() and any_requires_grad(x, w):
+        return ksmm_op.node(alive(x), alive(w), None, "none", bs_last, precision)  # type: ignore[no-any-return]
+    return ksmm_op.plain(x, w, None, "none", bs_last, precision)  # type: ignore[no-any-return]
 
 
 def _backward_weight_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

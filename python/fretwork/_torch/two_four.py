@@ -286,12 +286,22 @@ def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     if needs_values or needs_dense:
         d = d if scale_a is None else d * (scale_a[:, None] if scale_a.dim() else scale_a)
         d = (d if scale_b is None else d * scale_b).to(dtype)
+        if _one_op(product, d, values, metadata, dense):
+            asked = dense if needs_values else None, values if needs_dense else None
+            d_dense, d_values, _ = _plain_backward(d, *asked, metadata, False)
+            found = d_values if needs_values else None, None, d_dense if needs_dense else None, d_bias
+            return *found, None, None, None, None, None, None, None
     if needs_dense:
         a = to_dense_op(values, metadata, 0 if product == "right" else 1)
         d_dense = _dense_product(a.T, d) if product == "left" else _dense_product(d, a.T if product == "right" else a)
     if needs_values:
         d_values = gather_op(_outer(product, d, dense), metadata, 0 if product == "right" else 1)
     return d_values, None, d_dense, d_bias, None, None, None, None, None, None, None
+
+
+def _one_op(product: str, d: Tensor, *saved: Tensor | None) -> bool:
+    """Whether one op has the gradients of a layer's product: where they will not be differentiated themselves."""
+    return product == "linear" and d.dim() > 1 and not torch.is_grad_enabled() and called_plainly((d, *saved))
 
 
 class TwoFourLinear(torch.autograd.Function):
@@ -305,13 +315,13 @@ class TwoFourLinear(torch.autograd.Function):
         ctx.how = "none", "linear", precision, False, dense.dtype
         kept = values if needs_dense else None, metadata, dense if needs_values else None
         ctx.save_for_backward(*kept, None, None, None, None, None)
-        return _plain_linear(values, metadata, dense, bias, precision)
+        return _plain_linear(values, metadata, dense, bias, precision)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (d,) = gradients
         values, metadata, dense, *_ = ctx.saved_tensors
-        if torch.is_grad_enabled() or d.dim() < 2 or not called_plainly((d, values, metadata, dense)):
+        if not _one_op("linear", d, values, metadata, dense):
             return *_gradient(ctx, d)[:4], None
         needs_values, _, needs_dense, needs_bias, _ = ctx.needs_input_grad
         asked = dense if needs_values else None, values if needs_dense else None
@@ -320,7 +330,7 @@ class TwoFourLinear(torch.autograd.Function):
         return d_values if needs_values else None, None, *found, None
 
 
-_apply_linear, _plain_matmul = node_apply(TwoFourLinear), matmul_op.plain
+_apply_linear, _plain_linear = node_apply(TwoFourLinear), bare(ops._two_four_linear.default)
 _plain_backward = bare(ops._two_four_linear_backward.default)
 
 
@@ -335,9 +345,9 @@ def _linear_backward_fake(
     )
 
 
-def _plain_linear(values: Tensor, metadata: Tensor, dense: Tensor, bias: Tensor | None, precision: str) -> Tensor:
-    y: Tensor = _plain_matmul(values, metadata, dense, bias, "none", None, None, None, "linear", precision, None)
-    return y
+@torch.library.register_fake("fretwork::_two_four_linear")
+def _linear_fake(values: Tensor, metadata: Tensor, x: Tensor, bias: Tensor | None, precision: str) -> Tensor:
+    return _matmul_fake(values, metadata, x, bias, "none", None, None, None, "linear", precision)
 
 
 def linear(values: Tensor, metadata: Tensor, dense: Tensor, bias: Tensor | None, precision: str) -> Tensor:
@@ -345,10 +355,15 @@ def linear(values: Tensor, metadata: Tensor, dense: Tensor, bias: Tensor | None,
     if not called_plainly((values, metadata, dense, bias)):
         y: Tensor = matmul_op(values, metadata, dense, bias, "none", None, None, None, "linear", precision, None)
         return y
+    return linear_plainly(values, metadata, dense, bias, precision)
+
+
+def linear_plainly(values: Tensor, metadata: Tensor, dense: Tensor, bias: Tensor | None, precision: str) -> Tensor:
+    """What was `called_plainly`, of floating values."""
     if torch.is_grad_enabled() and any_requires_grad(values, dense, bias):
         bias = None if bias is None else alive(bias)
         return _apply_linear(alive(values), metadata, alive(dense), bias, precision)  # type: ignore[no-any-return]
-    return _plain_linear(values, metadata, dense, bias, precision)
+    return _plain_linear(values, metadata, dense, bias, precision)  # type: ignore[no-any-return]
 
 
 def rows_of(t: Tensor) -> Tensor:

@@ -63,6 +63,14 @@ struct Problem {
   }
 };
 
+/// A gradient of y = x·sᵀ, where s (m × k) is sparse and x (n × k) and y (n × m) are dense with floating elements: that
+/// of x, d_y·s, or that of the values that s keeps, of d_yᵀ·x.
+struct GradientProblem {
+  std::int64_t n = 0;
+  Format s;      ///< values and words, no dense matrix
+  Dense d_y, x;  ///< rows are those of the batch; x is written, or read
+};
+
 /// Types whose sums are i32, and whose zero has no sign.
 constexpr bool is_integer(DType dtype) { return dtype == DType::i8 || dtype == DType::u8; }
 constexpr bool is_fp8(DType dtype) { return dtype == DType::f8_e4m3 || dtype == DType::f8_e5m2; }
@@ -79,6 +87,8 @@ void prune(const Format& f, const Matrix& out, bool transposable, Context& conte
 /// rows and cols see the same dense matrix; cols.lines == rows.k.
 void prune_both(const Format& rows, const Format& cols, Context& context);
 void run(const Problem& problem, Context& context);
+void input_gradient(const GradientProblem& problem, Context& context);  ///< writes x
+void value_gradient(const GradientProblem& problem, Context& context);  ///< writes s.values
 }  // namespace cpu
 
 /// Whether a GPU expands the sparse operand and multiplies dense operands faster. `behind`: 2:4 products run on the

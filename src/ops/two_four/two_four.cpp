@@ -471,6 +471,55 @@ void linear(const ConstTensorView& x, const ConstTwoFour& weight, const TensorVi
   multiply(kSides, weight.transpose(), in_rows(x), in_rows(out), options, context);
 }
 
+namespace {
+
+/// `weight` is what the gradient reads or writes; x is what is like the layer's input.
+GradientProblem check_gradient(const char* op, const ConstTwoFour& weight, const char* x_name, const ConstTensorView& x,
+                               const ConstTensorView& d_out, const Context& context) {
+  if (on_gpu(context)) {
+    throw Error(op, "device", "cpu", "cuda");
+  }
+  GradientProblem p;
+  p.s = check_plain(weight, context);
+  if (!is_floating(p.s.dtype)) {
+    throw Error(op, "values", "float64, float32, float16 or bfloat16", name_of(p.s.dtype));
+  }
+  if (d_out.rank != 2 || d_out.size(1) != p.s.lines) {
+    throw Error(op, "d_out", "(rows, " + text(p.s.lines) + ")", shape_text(d_out.shape()));
+  }
+  p.n = d_out.size(0);
+  if (const std::array shape{p.n, p.s.k}; !std::ranges::equal(x.shape(), shape)) {
+    throw Error(op, x_name, shape_text(shape), shape_text(x.shape()));
+  }
+  check_like(op, "d_out", d_out, p.s.dtype, context);
+  check_like(op, x_name, x, p.s.dtype, context);
+  p.d_y = {operand_data(d_out), d_out.stride(0), d_out.stride(1)};
+  p.x = {operand_data(x), x.stride(0), x.stride(1)};
+  return p;
+}
+
+}  // namespace
+
+void linear_backward_input(const ConstTensorView& d_out, const ConstTwoFour& weight, const TensorView& d_x,
+                           Context& context) {
+  constexpr const char* kOp = "linear_backward_input";
+  if (check_axis(kOp, weight.dim) != 1) {
+    throw Error(kOp, "weight", "(out, in) compressed along in, dim 1", "dim " + text(weight.dim));
+  }
+  if (const GradientProblem p = check_gradient(kOp, weight, "d_x", d_x, d_out, context); p.n * p.s.k > 0) {
+    cpu::input_gradient(p, context);
+  }
+}
+
+void linear_backward_values(const ConstTensorView& x, const ConstTensorView& d_out, const ConstTensorView& metadata,
+                            const TensorView& d_values, Context& context) {
+  const ConstTwoFour weight{d_values, metadata, 1};
+  const GradientProblem p = check_gradient("linear_backward_values", weight, "x", x, d_out, context);
+  if (p.s.lines * p.s.k > 0) {
+    cpu::value_gradient(p, context);
+  }
+}
+
 }  // namespace two_four
 
 template <typename Void>

@@ -24,37 +24,6 @@ using Tag = hn::ScalableTag<T>;
 template <typename T>
 constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(Tag<T>()));
 
-/// The sum of a vector's parts of kCount lanes, at least 128 bits.
-template <int kCount, class D>
-HWY_INLINE auto FoldedTo(D d, hn::Vec<D> v) {
-#if HWY_TARGET != HWY_SCALAR
-  if constexpr (hn::MaxLanes(D()) > kCount) {
-    const hn::Half<D> half;
-    return FoldedTo<kCount>(half, hn::Add(hn::LowerHalf(half, v), hn::UpperHalf(half, v)));
-  } else
-#endif
-  {
-    (void)d;
-    return v;
-  }
-}
-
-/// to[i] = the sum of the lanes of the i-th of four vectors of floats.
-template <class D>
-HWY_INLINE void StoreFour(D d, hn::Vec<D> a, hn::Vec<D> b, hn::Vec<D> c, hn::Vec<D> e, float* to) {
-#if HWY_TARGET == HWY_SCALAR
-  to[0] = hn::GetLane(a), to[1] = hn::GetLane(b), to[2] = hn::GetLane(c), to[3] = hn::GetLane(e);
-  (void)d;
-#else
-  const hn::Repartition<double, D> wide;
-  const auto ab = hn::BitCast(wide, hn::Add(hn::InterleaveLower(d, a, b), hn::InterleaveUpper(d, a, b)));
-  const auto ce = hn::BitCast(wide, hn::Add(hn::InterleaveLower(d, c, e), hn::InterleaveUpper(d, c, e)));
-  const auto all =
-      hn::Add(hn::BitCast(d, hn::InterleaveLower(wide, ab, ce)), hn::BitCast(d, hn::InterleaveUpper(wide, ab, ce)));
-  hn::StoreU(FoldedTo<4>(d, all), hn::CappedTag<float, 4>(), to);
-#endif
-}
-
 /// to[l] = the sum of all lanes[m] with m mod period = l, of 2ⁿ periods.
 template <typename T>
 HWY_INLINE void AddPeriods(T* lanes, std::int64_t count, std::int64_t period, T* to) {
@@ -255,14 +224,16 @@ void AcrossVectors(const Dots& p, const Rows<T>& x, std::int64_t first, std::int
   const Tag<T> d;
   hn::Vec<Tag<T>> sum[kBatch][kVectors];
   std::int64_t there[kVectors], place[kVectors];
+  T* const sums = static_cast<T*>(p.sums) + first * p.sum_stride + col;
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) {
-#pragma GCC unroll 4
-    for (int n = 0; n < kBatch; ++n) {
-      sum[n][v] = hn::Zero(d);
-    }
     there[v] = std::clamp<std::int64_t>(p.rows * p.period - col - v * kLanes<T>, 0, kLanes<T>);
     place[v] = kRun == 0 ? (col + v * kLanes<T>) % x.repeat : 0;
+#pragma GCC unroll 4
+    for (int n = 0; n < kBatch; ++n) {
+      const T* const from = sums + n * p.sum_stride + v * kLanes<T>;
+      sum[n][v] = p.add ? LoadSome(d, from, there[v]) : hn::Zero(d);
+    }
   }
   for (const DotsTerm& term : p.terms) {
     const In* w = static_cast<const In*>(term.matrix) + col;
@@ -291,9 +262,9 @@ void AcrossVectors(const Dots& p, const Rows<T>& x, std::int64_t first, std::int
     }
   }
   for (int n = 0; n < kBatch; ++n) {
-    T* const to = static_cast<T*>(p.sums) + (first + n) * p.sum_stride + col;
     for (int v = 0; v < kVectors; ++v) {
-      hn::BlendedStore(sum[n][v], hn::FirstN(d, static_cast<std::size_t>(there[v])), d, to + v * kLanes<T>);
+      hn::BlendedStore(sum[n][v], hn::FirstN(d, static_cast<std::size_t>(there[v])), d,
+                       sums + n * p.sum_stride + v * kLanes<T>);
     }
   }
 }

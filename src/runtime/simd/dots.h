@@ -28,6 +28,7 @@ struct Dots {
   std::int64_t x_stride = 0, batch = 0;
   void* sums = nullptr;
   std::int64_t sum_stride = 0;
+  bool add = false;  ///< to what `sums` holds; only if `across`
 };
 
 /// For matrices of f64, f32, f16 and bf16. Sums are f64 for f64 and f32 for the rest.

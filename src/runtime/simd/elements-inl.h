@@ -113,6 +113,37 @@ HWY_INLINE hn::Vec<D> Repeat(D d, const T* run) {
   }
 }
 
+/// The sum of a vector's parts of kCount lanes, at least 128 bits.
+template <int kCount, class D>
+HWY_INLINE auto FoldedTo(D d, hn::Vec<D> v) {
+#if HWY_TARGET != HWY_SCALAR
+  if constexpr (hn::MaxLanes(D()) > kCount) {
+    const hn::Half<D> half;
+    return FoldedTo<kCount>(half, hn::Add(hn::LowerHalf(half, v), hn::UpperHalf(half, v)));
+  } else
+#endif
+  {
+    (void)d;
+    return v;
+  }
+}
+
+/// to[i] = the sum of the lanes of the i-th of four vectors of floats.
+template <class D>
+HWY_INLINE void StoreFour(D d, hn::Vec<D> a, hn::Vec<D> b, hn::Vec<D> c, hn::Vec<D> e, float* to) {
+#if HWY_TARGET == HWY_SCALAR
+  to[0] = hn::GetLane(a), to[1] = hn::GetLane(b), to[2] = hn::GetLane(c), to[3] = hn::GetLane(e);
+  (void)d;
+#else
+  const hn::Repartition<double, D> wide;
+  const auto ab = hn::BitCast(wide, hn::Add(hn::InterleaveLower(d, a, b), hn::InterleaveUpper(d, a, b)));
+  const auto ce = hn::BitCast(wide, hn::Add(hn::InterleaveLower(d, c, e), hn::InterleaveUpper(d, c, e)));
+  const auto all =
+      hn::Add(hn::BitCast(d, hn::InterleaveLower(wide, ab, ce)), hn::BitCast(d, hn::InterleaveUpper(wide, ab, ce)));
+  hn::StoreU(FoldedTo<4>(d, all), hn::CappedTag<float, 4>(), to);
+#endif
+}
+
 }  // namespace fretwork::simd::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 #endif

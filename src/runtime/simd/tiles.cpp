@@ -116,6 +116,13 @@ HWY_INLINE void Copy(const In* from, std::int64_t count, Out* out) {
   for (; n + kLanes <= count; n += kLanes) {
     StoreAs(d, LoadAs(d, from + n), out + n);
   }
+  if constexpr (kLanes / 2 > kSquare<T>) {  // as rows of a strip are
+    const hn::Half<decltype(d)> half;
+    if (n + kLanes / 2 <= count) {
+      StoreAs(half, LoadAs(half, from + n), out + n);
+      n += kLanes / 2;
+    }
+  }
   for (; n + kSquare<T> <= count; n += kSquare<T>) {
     StoreAs(small, LoadAs(small, from + n), out + n);
   }

@@ -13,6 +13,9 @@ HWY_BEFORE_NAMESPACE();
 namespace fretwork::simd::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
+/// Bytes that leave room in a first-level cache.
+constexpr std::int64_t kCached = 16 << 10;
+
 /// Lines of two, three or four elements without gaps, which one instruction or a few take apart; gives the lines done.
 template <typename Bits>
 std::int64_t TurnShortLines(const Bits* from, std::int64_t rows, std::int64_t cols, Bits* to, std::int64_t to_pitch) {
@@ -82,22 +85,39 @@ void Turn(const Bits* from, std::int64_t from_pitch, std::int64_t rows, std::int
   const Tag d;
   // Along the longer lines, which are far apart in memory and may share cache sets.
   const bool down = to_pitch > from_pitch;
-  for (std::int64_t i = 0; i < (down ? whole_cols : whole_rows); i += kSide) {
-    for (std::int64_t k = 0; k < (down ? whole_rows : whole_cols); k += kSide) {
-      const std::int64_t r = down ? k : i, c = down ? i : k;
-      hn::Vec<Tag> v[kSide], w[kSide];
-      for (int n = 0; n < kSide; ++n) {
-        v[n] = hn::LoadU(d, from + (r + n) * from_pitch + c);
+  const auto square = [&](std::int64_t r, std::int64_t c) HWY_ATTR {
+    hn::Vec<Tag> v[kSide], w[kSide];
+    // Unrolled early, or GCC would pass the vectors through memory.
+#pragma GCC unroll 16
+    for (int n = 0; n < kSide; ++n) {
+      v[n] = hn::LoadU(d, from + (r + n) * from_pitch + c);
+    }
+#pragma GCC unroll 4
+    for (int round = 1; round < kSide; round *= 2) {
+#pragma GCC unroll 16
+      for (int n = 0; n < kSide / 2; ++n) {
+        w[2 * n] = hn::InterleaveLower(d, v[n], v[n + kSide / 2]);
+        w[2 * n + 1] = hn::InterleaveUpper(d, v[n], v[n + kSide / 2]);
       }
-      for (int round = 1; round < kSide; round *= 2) {
-        for (int n = 0; n < kSide / 2; ++n) {
-          w[2 * n] = hn::InterleaveLower(d, v[n], v[n + kSide / 2]);
-          w[2 * n + 1] = hn::InterleaveUpper(d, v[n], v[n + kSide / 2]);
-        }
-        std::copy_n(w, kSide, v);
-      }
+#pragma GCC unroll 16
       for (int n = 0; n < kSide; ++n) {
-        hn::StoreU(v[n], d, to + (c + n) * to_pitch + r);
+        v[n] = w[n];
+      }
+    }
+#pragma GCC unroll 16
+    for (int n = 0; n < kSide; ++n) {
+      hn::StoreU(v[n], d, to + (c + n) * to_pitch + r);
+    }
+  };
+  const std::int64_t wide = down ? whole_cols : whole_rows, length = down ? whole_rows : whole_cols;
+  // A part of them at a time, whose short lines stay in the first-level cache.
+  const std::int64_t line =
+      static_cast<std::int64_t>(sizeof(Bits)) * std::max<std::int64_t>(1, std::min(from_pitch, to_pitch));
+  const std::int64_t part = std::max<std::int64_t>(kCached / line / kSide, 1) * kSide;
+  for (std::int64_t begin = 0; begin < length; begin += part) {
+    for (std::int64_t i = 0; i < wide; i += kSide) {
+      for (std::int64_t k = begin; k < std::min(begin + part, length); k += kSide) {
+        down ? square(k, i) : square(i, k);
       }
     }
   }

@@ -16,6 +16,8 @@ namespace {
 constexpr TileShape kLarge{64, 64}, kSmall{32, 32};
 /// How much less work makes the small ones worth their number.
 constexpr double kLess = 0.95;
+/// How much more work one tile may be that keeps tokens in their order.
+constexpr double kOrdered = 3;
 
 struct KnownPlan {
   std::shared_ptr<const Plan> plan;  ///< or none, where it would not pay
@@ -25,7 +27,7 @@ struct KnownPlan {
 using Planner = std::shared_ptr<const Plan> (*)(const RegularPattern& pattern, const TileShape& shape);
 
 /// A pattern as its rows' runs of columns, in their own order.
-std::shared_ptr<const Plan> flat_plan(const RegularPattern& pattern) {
+std::shared_ptr<const Plan> flat_plan(const RegularPattern& pattern, const TileShape& shape) {
   std::vector<PartGroup> groups{{parts::flat_view(), {}}};
   for (std::int64_t row = 0; row < pattern.rows(); ++row) {
     for (const auto& [begin, end] : pattern.row(row)) {
@@ -34,16 +36,23 @@ std::shared_ptr<const Plan> flat_plan(const RegularPattern& pattern) {
       groups[0].parts.push_back(parts::part({box}));
     }
   }
-  return std::make_shared<const Plan>(plan_parts(pattern.rows(), pattern.cols(), groups, kSmall));
+  return std::make_shared<const Plan>(plan_parts(pattern.rows(), pattern.cols(), groups, shape));
 }
 
 std::shared_ptr<const Plan> choose(const RegularPattern& pattern, Planner planner) {
-  // One tile holds it all: to bring tokens into another order would take longer.
-  if (planner == &plan && pattern.rows() <= kSmall.rows && pattern.cols() <= kSmall.cols) {
-    return flat_plan(pattern);
+  const auto fits = [&](const TileShape& shape) {
+    return planner == &plan && pattern.rows() <= shape.rows && pattern.cols() <= shape.cols;
+  };
+  if (fits(kSmall)) {  // one tile holds it all: to bring tokens into another order would take longer
+    return flat_plan(pattern, kSmall);
   }
   auto large = planner(pattern, kLarge), small = planner(pattern, kSmall);
-  return columns_met(*small) < kLess * columns_met(*large) ? small : large;
+  auto best = columns_met(*small) < kLess * columns_met(*large) ? small : large;
+  if (fits(kLarge) && best->components.size() > 1) {  // each has an order of its own, and merges its rows
+    auto flat = flat_plan(pattern, kLarge);
+    return columns_met(*flat) < kOrdered * columns_met(*best) ? flat : best;
+  }
+  return best;
 }
 
 /// The plans, remembered by the patterns' keys.

@@ -3,8 +3,8 @@
 //
 // Where weights are few, the batch is cut into pieces whose sums are added in order. The number of pieces does not
 // depend on the number of threads, so results do not either.
+#include "ops/kronecker/cpu/regroup.h"
 #include "ops/kronecker/cpu/run.h"
-#include "runtime/simd/turn.h"
 
 namespace fretwork::kronecker::cpu {
 namespace {
@@ -26,8 +26,13 @@ Split pieces_of(std::int64_t batch, std::int64_t jobs, std::int64_t unit) {
   return even(count, ceil_div(count, pieces), unit);
 }
 
-/// Weights that are joined at a time.
-constexpr std::int64_t kJoined = 16 << 10;
+/// The least batch and blocks that are regrouped, and bytes of x and d_y at most.
+constexpr std::int64_t kRegroupedRows = 8, kRegroupedSide = 16, kRegroupedBytes = 64 << 20;
+
+/// Whether δ are computed each by itself, though they are neighbours: runs that leave lanes empty cost more.
+bool apart(const Sizes& s, bool last, const Tiles& tiles) {
+  return !last && s.d < tiles.lanes && (s.d & (s.d - 1)) != 0;
+}
 
 class WeightWork {
  public:
@@ -36,7 +41,7 @@ class WeightWork {
         s_(problem.sizes),
         tiles_(last || s_.d == 1 ? simd::tiles(problem.dtype) : simd::widened_tiles(problem.dtype)),
         packing_(problem.dtype, tiles_),
-        apart_(!last && s_.d < tiles_.lanes && (s_.d & (s_.d - 1)) != 0),
+        apart_(apart(s_, last, tiles_)),
         rows_(even(s_.b, kBlockRows, tiles_.rows)) {
     for (const Chunk& chunk : chunks(s_.d, last || apart_ ? 1 : tiles_.lanes)) {
       parts_.push_back({chunk, Columns(s_.c, chunk.run(), tiles_)});
@@ -175,7 +180,7 @@ class WeightWork {
   const Sizes& s_;
   const Tiles& tiles_;
   Packing packing_;
-  bool apart_;  ///< each δ goes by itself, though they are neighbours: runs that leave lanes empty cost more
+  bool apart_;
   Split rows_;
   std::vector<Part> parts_;
   std::int64_t blocks_ = 1, lanes_ = 0;
@@ -233,40 +238,55 @@ void add_bias(const WeightProblem& p, bool last, Context& context) {
   }
 }
 
-/// Whether δ, which are computed each by itself, would be stored in 16 bits, one element after the other.
-bool stored_apart(const WeightProblem& p) {
-  const auto& [a, b, c, d] = p.sizes;
-  return d > 1 && p.d_w.d == 1 && p.d_w.c == d && p.d_w.b == c * d && p.d_w.a == b * c * d && size_of(p.dtype) == 2;
+/// Whether weights lie as (a, b, c, d) without gaps.
+bool lies_along(const WeightProblem& p) { return p.d_w.c == p.sizes.d && is_compact(p.d_w, p.sizes); }
+
+/// Whether such δ would be stored one element after the other.
+bool stored_apart(const WeightProblem& p, bool last) {
+  return p.sizes.d > 1 && (last || apart(p.sizes, last, simd::widened_tiles(p.dtype))) && lies_along(p);
 }
 
-/// From (a, d, b, c) to d_w.
-void join(const void* apart, const WeightProblem& p, Context& context) {
-  const std::int64_t d = p.sizes.d, all = p.sizes.b * p.sizes.c;
-  const Split parts{all, std::max<std::int64_t>(kJoined / d, 64)};
-  const std::int64_t jobs = p.sizes.a * parts.pieces();
-  const auto* const from = static_cast<const std::uint16_t*>(apart);
-  auto* const to = static_cast<std::uint16_t*>(p.d_w.data);
-  context.executor->parallel_for(
-      jobs, grain(jobs, 4.0 * static_cast<double>(p.sizes.a * all * d)), [&](std::int64_t begin, std::int64_t end) {
-        for (std::int64_t job = begin; job < end; ++job) {
-          const std::int64_t i = job / parts.pieces(), first = job % parts.pieces() * parts.each;
-          simd::turn(from + i * d * all + first, all, d, parts.size(job % parts.pieces()), to + (i * all + first) * d,
-                     d);
-        }
-      });
+/// Whether products in pairs make up for copies of x and d_y that bring each δ together.
+bool regroups(const WeightProblem& p, bool last) {
+  const auto& [a, b, c, d] = p.sizes;
+  const bool pairs = simd::tiles(p.dtype).group > 1 && d > 1 && !last && p.x.feature == 1 && p.d_y.feature == 1;
+  const auto bytes = p.batch * a * (b + c) * d * static_cast<std::int64_t>(size_of(p.dtype));
+  return pairs && lies_along(p) && p.batch >= kRegroupedRows && b * c >= kRegroupedSide * (b + c) &&
+         bytes <= kRegroupedBytes;
+}
+
+/// The gradient with weights (a, d, b, c), which are put together then; x and d_y are copied if `copies`.
+void run_apart(const WeightProblem& problem, bool copies, Context& context) {
+  const Sizes& s = problem.sizes;
+  const auto size = static_cast<std::int64_t>(size_of(problem.dtype));
+  const std::int64_t in = s.a * s.c * s.d, out = s.a * s.b * s.d;
+  const Workspace weights(context, static_cast<std::size_t>(s.a * s.b * s.c * s.d * size)),
+      rows(context, copies ? static_cast<std::size_t>(problem.batch * (in + out) * size) : 0);
+  WeightProblem apart = problem;
+  apart.d_bias = {};
+  apart.d_w = {weights.data(), s.d * s.b * s.c, s.c, 1, s.b * s.c};
+  if (copies) {
+    apart.sizes = {s.a * s.d, s.b, s.c, 1};
+    apart.d_w = {weights.data(), s.b * s.c, s.c, 1, 1};
+    apart.x = {rows.data(), in, 1};
+    apart.d_y = {static_cast<std::byte*>(rows.data()) + problem.batch * in * size, out, 1};
+    take_apart(problem.x, problem.batch, s, s.c, apart.x.data, problem.dtype, context);
+    take_apart(problem.d_y, problem.batch, s, s.b, apart.d_y.data, problem.dtype, context);
+  }
+  run(apart, context);
+  put_together(weights.data(), problem.d_w, s, problem.dtype, context);
 }
 
 }  // namespace
 
 void run(const WeightProblem& problem, Context& context) {
   const bool last = problem.batch > 1 && problem.x.batch == 1 && problem.d_y.batch == 1;
-  if (last && stored_apart(problem)) {
-    const Sizes& s = problem.sizes;
-    const Workspace workspace(context, static_cast<std::size_t>(s.a * s.b * s.c * s.d) * size_of(problem.dtype));
-    WeightProblem apart = problem;
-    apart.d_w = {workspace.data(), s.d * s.b * s.c, s.c, 1, s.b * s.c};
-    run(apart, context);
-    join(workspace.data(), problem, context);
+  const bool copies = regroups(problem, last);
+  if (copies || stored_apart(problem, last)) {
+    run_apart(problem, copies, context);
+    if (problem.d_bias.data != nullptr) {
+      add_bias(problem, last, context);
+    }
     return;
   }
   const WeightWork work(problem, last);

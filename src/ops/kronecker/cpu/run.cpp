@@ -7,8 +7,8 @@
 
 #include "core/large_pages.h"
 #include "ops/kronecker/config.h"
+#include "ops/kronecker/cpu/regroup.h"
 #include "runtime/simd/dots.h"
-#include "runtime/simd/turn.h"
 
 namespace fretwork::kronecker::cpu {
 namespace {
@@ -33,9 +33,18 @@ constexpr std::int64_t kTurnedRows = 128, kTurnedStrips = 4;
 /// The longest runs of δ, and the deepest block, that are turned at all; the longest and batch · d if runs fill
 /// vectors.
 constexpr std::int64_t kTurnedRuns = 32, kTurnedDepth = 16384, kShortRun = 16, kTurnedElements = 1024;
+/// Panels for which a strip of x is not worth packing.
+constexpr std::int64_t kFewPanels = 4;
+/// The least δ that weights are turned for, if they are not multiplied in pairs.
+constexpr std::int64_t kTurnedDeltas = 2;
 /// Weights of one δ that are turned at a time.
 constexpr std::int64_t kTurnedTogether = 1024;
-/// Weights that a thread takes at a time of a few rows.
+/// The least batch and blocks that are regrouped; bytes of x and y at a time, and rows at least.
+constexpr std::int64_t kRegroupedFew = 2, kRegroupedRows = 32, kRegroupedSide = 16, kRegroupedBytes = 1 << 20,
+                       kRegroupedLeast = 256;
+/// Outputs of a block that are few, and the least depth for which their sums are worth adding up over lanes.
+constexpr std::int64_t kFewColumns = 8, kFewDepth = 32;
+/// Weights that a thread takes at a time of a few rows, or x of a few outputs.
 constexpr std::int64_t kFewElements = 32 << 10;
 /// Pieces of work per thread, if there are as many.
 constexpr std::int64_t kPieces = 4;
@@ -137,6 +146,7 @@ class BatchFirst : Work {
         part.columns.panel(last - 1).first_vector * tiles_.lanes + part.columns.panel(last - 1).width - share.lane;
     share.once = part.depth.pieces() == 1;
     share.prefetches = far_ && (s_.d > part.chunk.run() || part.depth.each * part.chunk.run() <= kShortRow);
+    share.as_is = !tiles_.widens && s_.d == 1 && p_.x.feature == 1 && last - first <= kFewPanels;
     share.whole_runs = !tiles_.widens && part.chunk.full() && part.chunk.run() == tiles_.lanes && tiles_.lanes > 1 &&
                        p_.x.feature == 1 && !packing_.strip(x(i), part.depth.each, part.chunk).together;
     Buffers& buffers = Buffers::of_thread();
@@ -170,6 +180,7 @@ class BatchFirst : Work {
     std::int64_t lane = 0, lanes = 0;                  ///< of these panels: the first, and their number
     bool once = false;                                 ///< the depth is one piece
     bool prefetches = false;
+    bool as_is = false;       ///< so few panels meet a strip that it is read where it lies
     bool whole_runs = false;  ///< runs fill vectors: the first product of a strip packs it, and those of the strip
                               ///< before prefetch it
     std::byte *left = nullptr, *bias = nullptr, *sums = nullptr;
@@ -181,10 +192,12 @@ class BatchFirst : Work {
     const std::int64_t rows = std::min(tiles_.rows, share.last_row - row);
     const Operand from = packing_.at(x(share.i), row, k, part.chunk.first);
     const bool unpacked = share.whole_runs && rows == tiles_.rows;
-    const Packing::Strip strip = unpacked
-                                     ? packing_.strip(from, depth, part.chunk)
-                                     : packing_.left(from, rows, std::min(depth, s_.c - k), part.chunk, share.left);
-    simd::Term term{unpacked ? from.data : share.left, 0, nullptr};
+    const bool as_is = !unpacked && share.as_is && rows == tiles_.rows && k + depth <= s_.c;
+    const Packing::Strip strip = unpacked ? packing_.strip(from, depth, part.chunk)
+                                 : as_is  ? Packing::Strip{false, from.row, tiles_.group}
+                                         : packing_.left(from, rows, std::min(depth, s_.c - k), part.chunk, share.left);
+    const void* const left = as_is ? from.data : share.left;
+    simd::Term term{unpacked ? from.data : left, 0, nullptr};
     simd::Product product{.terms = &term, .count = 1, .steps = depth / tiles_.group};
     product.row_stride = unpacked ? from.row : strip.row;
     product.step_stride = unpacked ? from.col : strip.step;
@@ -212,7 +225,7 @@ class BatchFirst : Work {
       const bool stores = whole && !finishes_ && rows == tiles_.rows && to_memory(part.chunk, panel, to, product);
       product.out = stores ? to.data : nullptr;
       (tiles_.group > 1 ? tiles_.multiply : tiles_.multiply_runs[part.chunk.log])[panel.vectors - 1](product);
-      term.left = share.left;
+      term.left = left;
       product.row_stride = strip.row;
       product.step_stride = strip.step;
       product.copy = nullptr;
@@ -278,7 +291,8 @@ class BatchLast : Work {
               std::max(most / (tiles_.lanes * tiles_.vectors), std::int64_t{1}) * tiles_.lanes * tiles_.vectors},
         pieces_(even(depth_, kPanelDepth, tiles_.group)),
         turned_first_(can_be_turned(problem, tiles_)),
-        turned_(turned_first_ && problem.w.c == s_.d && whole_tiles(s_, tiles_)),
+        along_(problem.w.c == s_.d),
+        turned_(turned_first_ && (along_ || tiles_.group == 1) && whole_tiles(s_, tiles_)),
         as_is_(turned_ || (problem.batch <= kSmallBatch && can_be_left(problem, tiles_))) {
     const auto few = [&] { return jobs() < wanted_; };
     while (few() && cols_.each > tiles_.lanes * tiles_.vectors) {
@@ -311,12 +325,10 @@ class BatchLast : Work {
       return;
     }
     const std::int64_t all = s_.b * s_.c;
-    auto* const turned = reinterpret_cast<std::uint16_t*>(
-        Buffers::of_thread().left.need(static_cast<std::size_t>(all * s_.d) * sizeof(std::uint16_t)));
-    simd::turn(static_cast<const std::uint16_t*>(w(job).data), s_.d, all, s_.d, turned, all);
+    std::byte* const turned = Buffers::of_thread().left.need(packing_.bytes(all * s_.d));
+    turn(w(job).data, s_.d, all, s_.d, turned, all, tiles_.element);
     for (std::int64_t l = 0; l < s_.d; ++l) {
-      const bool along = p_.w.c == s_.d;
-      pack_strips({turned + l * all, along ? 1 : s_.b, along ? s_.c : 1}, job * s_.d + l, packed);
+      pack_strips({turned + packing_.bytes(l * all), along_ ? 1 : s_.b, along_ ? s_.c : 1}, job * s_.d + l, packed);
     }
   }
 
@@ -388,8 +400,8 @@ class BatchLast : Work {
     }
     simd::Product product{.count = 1, .steps = depth / tiles_.group, .right = right};
     product.raw_stride = from.col;
-    product.row_stride = turned_ ? s_.c : as_is_ ? p_.w.b : tiles_.group;
-    product.step_stride = as_is_ ? tiles_.group : tiles_.group * tiles_.rows;
+    product.row_stride = turned_ ? (along_ ? s_.c : 1) : as_is_ ? p_.w.b : tiles_.group;
+    product.step_stride = tiles_.group * (!as_is_ ? tiles_.rows : turned_ && !along_ ? s_.b : 1);
     product.add = piece > 0;
     product.sum_stride = once ? panel.width : lanes;
     product.soon_stride = from.col * size_;
@@ -434,24 +446,23 @@ class BatchLast : Work {
                 static_cast<std::int64_t>(packing_.bytes(depth_ * tiles_.rows)));
   }
   /// Whether one transposition brings the weights of each δ together. Pairs have no quick way to be packed from weights
-  /// that are apart; other elements have.
+  /// that are apart; other elements have one for short runs.
   static bool can_be_turned(const Problem& p, const Tiles& tiles) {
-    const Sizes& s = p.sizes;
-    const bool along = p.w.c == s.d && p.w.b == s.c * s.d, across = p.w.b == s.d && p.w.c == s.b * s.d;
-    return tiles.group > 1 && s.d > 1 && p.w.d == 1 && (along || across);
+    const std::int64_t least = tiles.group > 1 ? 2 : kTurnedDeltas;
+    return !tiles.widens && p.sizes.d >= least && is_compact(p.w, p.sizes);
   }
   /// Weights (j, k) in pieces that are turned at a time.
   Split turns() const { return {s_.b * s_.c, kTurnedTogether}; }
   void turn_weights(std::int64_t i, std::int64_t piece, std::byte* packed) const {
     const std::int64_t first = piece * kTurnedTogether, count = turns().size(piece), all = s_.b * s_.c;
-    simd::turn(static_cast<const std::uint16_t*>(w(i).data) + first * s_.d, s_.d, count, s_.d,
-               reinterpret_cast<std::uint16_t*>(packed) + i * s_.d * all + first, all);
+    turn(packing_.at(w(i).data, first * s_.d), s_.d, count, s_.d, packed + packing_.bytes(i * s_.d * all + first), all,
+         tiles_.element);
   }
   std::int64_t stride() const { return strips_.count * tiles_.rows * depth_; }
   /// A strip of weights from depth k on.
   const void* left(std::byte* packed, std::int64_t group, std::int64_t row, std::int64_t k) const {
     if (turned_) {
-      return packed + packing_.bytes((group * s_.b + row) * s_.c + k);
+      return packed + packing_.bytes(group * s_.b * s_.c + (along_ ? row * s_.c + k : k * s_.b + row));
     }
     return as_is_ ? packing_.at(w(group / s_.d), k, row, group % s_.d).data
                   : packed + packing_.bytes(group * stride() + row * depth_ + k * tiles_.rows);
@@ -459,6 +470,7 @@ class BatchLast : Work {
 
   Split strips_, cols_, pieces_;
   bool turned_first_;  ///< weights are transposed first
+  bool along_;         ///< weights of an output are contiguous for each δ then; else those of a place in depth are
   bool turned_;        ///< strips are then read as they lie
   bool as_is_;         ///< strips of weights are read from where they are, or from there
 };
@@ -575,12 +587,21 @@ class FewRows : Work {
     return p.batch <= most(p) && (p.w.d == 1 || p.sizes.d == 1) && (along(p) || p.w.b == p.sizes.d);
   }
 
+  /// Whether runs of δ do not fill vectors.
+  static bool is_odd(const Problem& p) {
+    const std::int64_t lanes = simd::widened_tiles(p.dtype).lanes;
+    return p.sizes.d < lanes && lanes % p.sizes.d != 0;
+  }
+
   /// Whether there are weights enough for what comes on top of them: to add up lanes of the same δ, which takes longer
   /// the less these fill a vector, or to repeat x.
   static bool pays(const Problem& p) {
     const auto& [a, b, c, d] = p.sizes;
     const std::int64_t lanes = simd::widened_tiles(p.dtype).lanes;
-    const bool odd = d < lanes && lanes % d != 0;
+    const bool odd = is_odd(p);
+    if (odd && p.x.batch == 1 && p.batch >= kRegroupedFew) {
+      return false;  // batch last, turned weights are quicker
+    }
     if (!along(p)) {
       return !odd || b >= 2 * p.batch * lanes;
     }
@@ -641,6 +662,59 @@ class FewRows : Work {
 
   bool across_;
   bool as_is_;  ///< x is read where it is
+  Split rows_;
+  std::int64_t lanes_;
+};
+
+/// A few outputs of a block, with d = 1: x streams by once, as it lies in memory, in the place of the weights.
+class FewOutputs : Work {
+ public:
+  FewOutputs(const Problem& problem, Context& context)
+      : Work(problem, simd::widened_tiles(problem.dtype), context),
+        rows_(even(problem.batch, std::max<std::int64_t>(kFewElements / s_.c, 16), 4)),
+        lanes_(ceil_div(rows_.each, tiles_.lanes) * tiles_.lanes) {}
+
+  static bool fits(const Problem& p) {
+    return p.sizes.d == 1 && p.x.feature == 1 && p.sizes.b <= kFewColumns && p.sizes.c >= kFewDepth &&
+           p.batch > 2 * p.sizes.b;
+  }
+
+  std::size_t weight_bytes() const { return 0; }
+  std::int64_t weight_jobs() const { return 0; }
+  void pack_weights(std::int64_t /*job*/, std::byte* /*packed*/) const {}
+
+  std::int64_t jobs() const { return s_.a * rows_.pieces(); }
+  void multiply(std::int64_t job, std::byte* /*packed*/) const {
+    const std::int64_t i = job / rows_.pieces(), first = job % rows_.pieces() * rows_.each;
+    const std::int64_t rows = rows_.size(job % rows_.pieces());
+    Buffers& buffers = Buffers::of_thread();
+    std::byte* const bias = buffers.sums.need(tiles_.sum * static_cast<std::size_t>(tiles_.lanes + lanes_ * s_.b));
+    std::byte* const sums = sum_at(bias, tiles_.lanes);
+    std::byte* const weights = buffers.right.need(packing_.bytes(s_.b * s_.c));
+    tiles_.pack({w(i).data, p_.w.b, p_.w.c}, s_.b, s_.c, s_.c, weights, 0);
+    const simd::DotsTerm term{packing_.at(x(i), first, 0, 0).data, 0};
+    simd::Dots dots{.terms = {&term, 1}, .rows = rows, .depth = s_.c};
+    dots.stride = p_.x.batch;
+    dots.x = weights;
+    dots.x_stride = s_.c;
+    dots.batch = s_.b;
+    dots.sums = sums;
+    dots.sum_stride = lanes_;
+    simd::dots(dots, p_.dtype);
+    if (finishes_) {
+      const bool biased = p_.bias.data != nullptr;
+      if (biased) {
+        tiles_.pack({packing_.at(p_.bias.data, i * s_.b * p_.bias.stride), 0, p_.bias.stride}, 1, s_.b, s_.b, bias, 0);
+      }
+      finish({sums, lanes_, s_.b, ceil_div(rows, tiles_.lanes) * tiles_.lanes, biased ? bias : nullptr, nullptr,
+              p_.activation},
+             p_.dtype);
+    }
+    const Operand to = packing_.at(y(i), first, 0, 0);
+    tiles_.store(sums, lanes_, s_.b, rows, {to.data, to.col, to.row}, false);
+  }
+
+ private:
   Split rows_;
   std::int64_t lanes_;
 };
@@ -711,12 +785,72 @@ bool turns(const Problem& p) {
   return !fills || (s.d <= kShortRun && s.b % 8 == 0 && p.batch * s.d <= kTurnedElements);
 }
 
+/// Whether copies of x, w and y that bring each δ together pay. Products in pairs make up for them where outputs and
+/// inputs of a block and the batch are many: pairs have no runs of δ, and the other loops widen elements. And a few
+/// rows meet runs that do not fill vectors.
+bool regroups(const Problem& p) {
+  const auto& s = p.sizes;
+  if (s.d == 1 || p.x.feature != 1 || p.y.feature != 1 || p.batch < kRegroupedFew || !is_compact(p.w, s)) {
+    return false;
+  }
+  const bool large = p.batch >= kRegroupedRows && s.b * s.c >= kRegroupedSide * (s.b + s.c);
+  return (simd::tiles(p.dtype).group > 1 && large) || (FewRows::fits(p) && FewRows::is_odd(p));
+}
+
+/// A part of the batch at a time, so that its copies stay in the caches.
+void run_regrouped(const Problem& problem, Context& context) {
+  const Sizes& s = problem.sizes;
+  const std::int64_t in = s.a * s.c * s.d, out = s.a * s.b * s.d;
+  const auto size = static_cast<std::int64_t>(size_of(problem.dtype));
+  const Split rows =
+      even(problem.batch, std::max<std::int64_t>(kRegroupedBytes / ((in + out) * size), kRegroupedLeast), 8);
+  const Workspace weights(context, static_cast<std::size_t>(s.a * s.b * s.c * s.d * size)),
+      copies(context, static_cast<std::size_t>((rows.each * (in + out) + out) * size));
+  const auto at = [&](const void* data, std::int64_t element) {
+    return static_cast<std::byte*>(const_cast<void*>(data)) + element * size;
+  };
+  Problem part = problem;
+  part.sizes = {s.a * s.d, s.b, s.c, 1};
+  part.w = take_apart(problem.w, s, weights.data(), problem.dtype, context);
+  part.x = {copies.data(), in, 1};
+  part.y = {at(part.x.data, rows.each * in), out, 1};
+  if (problem.bias.data != nullptr) {
+    part.bias = {at(part.y.data, rows.each * out), 1};
+    for (std::int64_t i = 0; i < s.a; ++i) {
+      const Operand from{at(problem.bias.data, i * s.b * s.d * problem.bias.stride)};
+      for (std::int64_t l = 0; l < s.d; ++l) {
+        for (std::int64_t j = 0; j < s.b; ++j) {
+          std::memcpy(at(part.bias.data, (i * s.d + l) * s.b + j), at(from.data, (j * s.d + l) * problem.bias.stride),
+                      static_cast<std::size_t>(size));
+        }
+      }
+    }
+  }
+  for (std::int64_t n = 0; n < rows.pieces(); ++n) {
+    const std::int64_t first = n * rows.each;
+    part.batch = rows.size(n);
+    const Matrix x{at(problem.x.data, first * problem.x.batch), problem.x.batch, 1};
+    const Matrix y{at(problem.y.data, first * problem.y.batch), problem.y.batch, 1};
+    take_apart(x, part.batch, s, s.c, part.x.data, problem.dtype, context);
+    run(part, context);
+    put_together(part.y.data, part.batch, s, s.b, y, problem.dtype, context);
+  }
+}
+
 }  // namespace
 
 void run(const Problem& problem, Context& context) {
   ask_for_large_pages(problem);
+  if (regroups(problem)) {
+    run_regrouped(problem, context);
+    return;
+  }
   if (FewRows::fits(problem) && FewRows::pays(problem)) {
     run_as<FewRows>(problem, context);
+    return;
+  }
+  if (FewOutputs::fits(problem)) {
+    run_as<FewOutputs>(problem, context);
     return;
   }
   if (turns(problem)) {

@@ -5,6 +5,7 @@
 #include <limits>
 #include <vector>
 
+#include "ops/two_four/cpu/codes.h"
 #include "ops/two_four/cpu/groups.h"
 #include "ops/two_four/problem.h"
 #include "runtime/simd/turn.h"
@@ -13,7 +14,7 @@ namespace fretwork::two_four::cpu {
 namespace {
 
 /// Lines of a tile, and bytes of each; whole words of metadata either way.
-constexpr std::int64_t kLines = 64, kBytes = 1024;
+constexpr std::int64_t kLines = 64, kBytes = kCodeBytes;
 
 struct Tile {
   std::int64_t line, lines;  ///< first, count
@@ -68,40 +69,6 @@ class Window {
   Matrix matrix_;
   std::int64_t pitch_;
   std::vector<T> memory_;
-};
-
-/// The codes of a run of one line, and their way into words and out of them.
-class Codes {
- public:
-  explicit Codes(const Format& f) : f_(f) {}
-  std::uint8_t* data() { return codes_; }
-  void write(std::int64_t line, std::int64_t group, std::int64_t groups) {
-    const std::int64_t each = 2 * f_.word_bytes, words = (groups + each - 1) / each;
-    std::fill(codes_ + groups, codes_ + words * each, std::uint8_t{4});
-    std::uint8_t* const to = word(line, group / each);
-    pack_codes(codes_, words * each, f_.words.along == 1 ? to : bytes_);
-    for (std::int64_t w = 0; f_.words.along != 1 && w < words; ++w) {
-      std::memcpy(to + w * f_.words.along * f_.word_bytes, bytes_ + w * f_.word_bytes, bytes());
-    }
-  }
-  const std::uint8_t* read(std::int64_t line, std::int64_t group, std::int64_t groups) {
-    const std::int64_t each = 2 * f_.word_bytes, words = (groups + each - 1) / each;
-    const std::uint8_t* const from = word(line, group / each);
-    for (std::int64_t w = 0; f_.words.along != 1 && w < words; ++w) {
-      std::memcpy(bytes_ + w * f_.word_bytes, from + w * f_.words.along * f_.word_bytes, bytes());
-    }
-    unpack_codes(f_.words.along == 1 ? from : bytes_, words * each, codes_);
-    return codes_;
-  }
-
- private:
-  std::size_t bytes() const { return static_cast<std::size_t>(f_.word_bytes); }
-  std::uint8_t* word(std::int64_t line, std::int64_t at) const {
-    return static_cast<std::uint8_t*>(f_.words.data) + (line * f_.words.line + at * f_.words.along) * f_.word_bytes;
-  }
-  const Format& f_;
-  alignas(64) std::uint8_t codes_[kBytes / 2 + 64];
-  alignas(64) std::uint8_t bytes_[kBytes / 4 + 64];
 };
 
 /// The smallest place that was reported.
@@ -205,15 +172,14 @@ void compress_tile(const Format& f, const Lines<T>& from, const Tile& t, Window<
   values.store(halved(t));
 }
 
-/// Calls each(kernels, tile, dense, values, codes) for every tile, with windows on all three.
+/// Calls each(tile, dense, values, codes) for every tile, with windows on all three.
 template <typename F>
 void for_tiles_of_all(const Format& f, Context& context, const F& each) {
   with_elements(f.dtype, [&](auto zero) {
     using T = decltype(zero);
-    const GroupKernels<T>& kernels = group_kernels<T>(f.dtype);
     for_tiles(f, context, [&] {
       return [&, dense = Window<T>(f.dense), values = Window<T>(f.values), codes = Codes(f)](const Tile& t) mutable {
-        each(kernels, t, dense, values, codes);
+        each(t, dense, values, codes);
       };
     });
   });
@@ -223,7 +189,7 @@ void for_tiles_of_all(const Format& f, Context& context, const F& each) {
 
 void compress(const Format& f, std::int64_t* bad, Context& context) {
   First first;
-  for_tiles_of_all(f, context, [&](const auto&, const Tile& t, auto& dense, auto& values, Codes& codes) {
+  for_tiles_of_all(f, context, [&](const Tile& t, auto& dense, auto& values, Codes& codes) {
     compress_tile(f, dense.load(t), t, values, codes, bad != nullptr ? &first : nullptr);
   });
   if (bad != nullptr) {
@@ -320,22 +286,22 @@ void check_metadata(const Format& f, const Matrix& to, bool keep_valid, std::int
 }
 
 void to_dense(const Format& f, Context& context) {
-  for_tiles_of_all(f, context, [&](const auto& kernels, const Tile& t, auto& dense, auto& values, Codes& codes) {
+  for_tiles_of_all(f, context, [&](const Tile& t, auto& dense, auto& values, Codes& codes) {
     const auto from = values.load(halved(t)), to = dense.open(t);
     const std::int64_t groups = t.count / f.group();
     for (std::int64_t l = 0; l < t.lines; ++l) {
-      kernels.place(from[l], codes.read(t.line + l, t.at / f.group(), groups), groups, to[l]);
+      codes.place(from[l], t.line + l, t.at / f.group(), groups, to[l]);
     }
     dense.store(t);
   });
 }
 
 void gather(const Format& f, Context& context) {
-  for_tiles_of_all(f, context, [&](const auto& kernels, const Tile& t, auto& dense, auto& values, Codes& codes) {
+  for_tiles_of_all(f, context, [&](const Tile& t, auto& dense, auto& values, Codes& codes) {
     const auto from = dense.load(t), to = values.open(halved(t));
     const std::int64_t groups = t.count / f.group();
     for (std::int64_t l = 0; l < t.lines; ++l) {
-      kernels.pick(from[l], codes.read(t.line + l, t.at / f.group(), groups), groups, to[l]);
+      codes.pick(from[l], t.line + l, t.at / f.group(), groups, to[l]);
     }
     values.store(halved(t));
   });

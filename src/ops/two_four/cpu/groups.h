@@ -30,6 +30,46 @@ struct GroupKernels {
 template <typename T>
 const GroupKernels<T>& group_kernels(DType dtype);
 
+/// Some lines as they lie in memory, from a byte's first group on.
+template <typename T>
+struct PackedLines {
+  T* values;
+  std::int64_t value_stride;
+  const std::uint8_t* nibbles;
+  std::int64_t nibble_stride;
+  std::int64_t lines, groups;
+};
+
+/// A dense operand of some rows, whose elements are neighbours.
+struct FloatRows {
+  const float* data;
+  std::int64_t stride, rows;
+};
+
+/// `place` and `pick` with nibbles as they lie in memory, two in a byte.
+template <typename T>
+struct MaskKernels {
+  void (*place)(const T* values, const std::uint8_t* nibbles, std::int64_t groups, T* dense);
+  void (*pick)(const T* dense, const std::uint8_t* nibbles, std::int64_t groups, T* values);
+  /// Gradients for a few rows of floats, in which no line is ever expanded in memory; null for other types.
+  /// sums[n][j] += Σ_l d_y[n][l]·s[l][j].
+  void (*add_lines)(const PackedLines<T>& s, const FloatRows& d_y, float* sums, std::int64_t sum_stride);
+  /// What is kept of Σ_n d_y[n][l]·x[n][j].
+  void (*pick_products)(const PackedLines<T>& s, const FloatRows& d_y, const FloatRows& x);
+};
+
+/// Null where this CPU has none, or the elements' size.
+template <typename T>
+const MaskKernels<T>* mask_kernels();
+template <>
+const MaskKernels<std::uint8_t>* mask_kernels();
+template <>
+const MaskKernels<std::uint16_t>* mask_kernels();
+template <>
+const MaskKernels<std::uint32_t>* mask_kernels();
+template <>
+const MaskKernels<std::uint64_t>* mask_kernels();
+
 /// Two codes in a byte and back; `count` codes, an even number.
 void pack_codes(const std::uint8_t* codes, std::int64_t count, std::uint8_t* bytes);
 void unpack_codes(const std::uint8_t* bytes, std::int64_t count, std::uint8_t* codes);

@@ -30,6 +30,7 @@ struct Bf16Pairs {
     return (__m512i)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
   }
   FRETWORK_TARGET static float total(__m512i sum) { return _mm512_reduce_add_ps((__m512)sum); }
+  FRETWORK_TARGET static __m512i plus(__m512i a, __m512i b) { return (__m512i)_mm512_add_ps((__m512)a, (__m512)b); }
 };
 
 struct I16Pairs {
@@ -38,7 +39,18 @@ struct I16Pairs {
     return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
   }
   FRETWORK_TARGET static std::int32_t total(__m512i sum) { return _mm512_reduce_add_epi32(sum); }
+  FRETWORK_TARGET static __m512i plus(__m512i a, __m512i b) { return _mm512_add_epi32(a, b); }
 };
+
+/// The totals of four sums.
+template <typename Op>
+FRETWORK_TARGET [[gnu::always_inline]] inline __m128i totals(__m512i a, __m512i b, __m512i c, __m512i d) {
+  const __m512i ab = Op::plus(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  const __m512i cd = Op::plus(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+  __m512i all = Op::plus(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+  all = Op::plus(all, _mm512_shuffle_i64x2(all, all, 0x4e));
+  return _mm512_castsi512_si128(Op::plus(all, _mm512_shuffle_i64x2(all, all, 0xb1)));
+}
 
 /// The loops over sums are unrolled early, or GCC would pass the sums through memory.
 template <typename Op, int kLines, int kVectors>
@@ -55,7 +67,7 @@ FRETWORK_TARGET void add_rows(const Lines& p, const std::byte* panel) {
     nibbles[i] = p.nibbles[static_cast<std::size_t>(i)];
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
-      sum[i][v] = _mm512_loadu_si512(sums + i * p.sum_stride + v * kLanes);
+      sum[i][v] = p.add ? _mm512_loadu_si512(sums + i * p.sum_stride + v * kLanes) : _mm512_setzero_si512();
     }
   }
   const auto add = [&](int i, std::int64_t g, std::int64_t nibble, const std::byte* group) FRETWORK_TARGET {
@@ -203,10 +215,20 @@ FRETWORK_TARGET void add_dots(const Lines& p, const std::uint16_t* panel, std::i
     add(values, words, panel + steps * stride);
   }
 #pragma GCC unroll 8
-  for (int i = 0; i < kLines; ++i) {
+  for (int j = 0; j < kCols; ++j) {
+    typename Op::Sum total[kLines];
+    if constexpr (kLines == 4) {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(total), totals<Op>(sum[0][j], sum[1][j], sum[2][j], sum[3][j]));
+    } else {
 #pragma GCC unroll 8
-    for (int j = 0; j < kCols; ++j) {
-      sums[i * p.sum_stride + j] += Op::total(sum[i][j]);
+      for (int i = 0; i < kLines; ++i) {
+        total[i] = Op::total(sum[i][j]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kLines; ++i) {
+      typename Op::Sum& sum_here = sums[i * p.sum_stride + j];
+      sum_here = p.add ? sum_here + total[i] : total[i];
     }
   }
 }

@@ -183,9 +183,12 @@ class Work {
     const std::int64_t line = n % line_blocks_ * lines_, col = n / line_blocks_ % col_blocks_ * cols_;
     return {n / line_blocks_ / col_blocks_, line, std::min(lines_, p_.m - line), col, std::min(cols_, p_.n - col)};
   }
-  T* zeros(const Job& job) const {
+  /// Of a job, zeros if there is nothing to add up.
+  T* sums(const Job& job) const {
     T* const sums = need<T>(Buffers::of_thread().sums, job.lines * job.width());
-    std::fill_n(sums, job.lines * job.width(), T{0});
+    if (p_.k == 0) {
+      std::fill_n(sums, job.lines * job.width(), T{0});
+    }
     return sums;
   }
   const std::byte* b(std::int64_t batch, std::int64_t row, std::int64_t col) const {
@@ -207,7 +210,7 @@ class Work {
         std::memcpy(to + n, from, static_cast<std::size_t>(bytes));
       }
     };
-    Lines lines{.groups = depth / group_, .sum_stride = job.width()};
+    Lines lines{.groups = depth / group_, .add = k > 0, .sum_stride = job.width()};
     for (std::int64_t i = 0; i < job.lines; i += kMaxLines) {
       lines.count = static_cast<int>(std::min<std::int64_t>(kMaxLines, job.lines - i));
       for (int n = 0; n < lines.count; ++n) {
@@ -314,7 +317,10 @@ class Work {
     }
     const std::int64_t first = place(job, 0, 0) * static_cast<std::int64_t>(size_of(p_.out));
     const simd::Place to{static_cast<std::byte*>(p_.c.data) + first, p_.c.row, p_.c.col};
-    simd::widened_tiles(p_.out).store(sums, job.width(), job.lines, job.cols, to, false);
+    // Sums of pairs are never denormal, so that pairs may store them, which is quicker.
+    const bool paired = std::is_same_v<In, Bf16> && p_.is_plain();
+    (paired ? simd::tiles(p_.out) : simd::widened_tiles(p_.out))
+        .store(sums, job.width(), job.lines, job.cols, to, false);
   }
 
   const Problem& p_;
@@ -338,7 +344,7 @@ class Rows : Work<T, In> {
   using Base::jobs;
   void run(std::int64_t n) const {
     const Job job = Base::job(n);
-    T* const sums = Base::zeros(job);
+    T* const sums = Base::sums(job);
     const std::int64_t widest = std::min(ceil_div(job.cols, kernel_.lanes), kernel_.vectors) * kernel_.lanes;
     const std::int64_t fit = kRowsBytes / (widest * kernel_.group_bytes) * group_;
     const std::int64_t most = std::min(std::max(fit / kCut * kCut, kCut), ceil_div(p_.k, kCut) * kCut);
@@ -418,7 +424,7 @@ class Dots : Work<T, In> {
   using Base::jobs;
   void run(std::int64_t n) const {
     const Job job = Base::job(n);
-    T* const sums = Base::zeros(job);
+    T* const sums = Base::sums(job);
     const std::int64_t fit = kDotsBytes / static_cast<std::int64_t>(sizeof(In)) / p_.n;
     const std::int64_t most = std::max(fit / kCut * kCut, kCut);
     for (std::int64_t k = 0; k < p_.k; k += most) {

@@ -19,7 +19,8 @@ struct Lines {
   std::array<const void*, kMaxLines> values{};
   std::array<const std::uint8_t*, kMaxLines> nibbles{};
   std::int64_t groups = 0;
-  void* sums = nullptr;  ///< of the first line; added to
+  void* sums = nullptr;  ///< of the first line
+  bool add = false;      ///< to what these hold
   std::int64_t sum_stride = 0;
 
   /// The first lines are done.
@@ -36,7 +37,7 @@ struct Lines {
 /// 16-bit values in pairs.
 enum class KernelType : std::uint8_t { f64, f32, i32, f32_of_two, bf16_pairs, i16_pairs };
 
-/// Columns on lanes: sums[i][j] += value · panel[row][j] for each kept value and the row that its nibble picks. The
+/// Columns on lanes: sums[i][j] (+)= value · panel[row][j] for each kept value and the row that its nibble picks. The
 /// panel has whole vectors in each row.
 struct RowsKernel {
   std::int64_t lanes, vectors;  ///< columns in a vector, and vectors in a panel at most
@@ -46,8 +47,8 @@ struct RowsKernel {
   void (*add)(const Lines& lines, const void* panel, int vectors);
 };
 
-/// Groups on lanes, for few columns: sums[i][j] += Σ value · the place of column j that its nibble picks. A panel holds
-/// for each `lanes` groups, a step, and each column what the kernel's `pack` makes of it, as many elements.
+/// Groups on lanes, for few columns: sums[i][j] (+)= Σ value · the place of column j that its nibble picks. A panel
+/// holds for each `lanes` groups, a step, and each column what the kernel's `pack` makes of it, as many elements.
 struct DotsKernel {
   std::int64_t lanes;  ///< groups in a step
   /// Packs a column, padded with zeros to whole steps. Its elements of a step lie `stride` behind those of the step

@@ -12,6 +12,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "runtime/simd/elements-inl.h"
+
 HWY_BEFORE_NAMESPACE();
 namespace fretwork::two_four::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
@@ -42,7 +44,7 @@ void AddRows(const Lines& p, const T* panel) {
     values[i] = static_cast<const T*>(p.values[static_cast<std::size_t>(i)]);
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
-      sum[i][v] = hn::LoadU(d, sums + i * p.sum_stride + v * kLanes);
+      sum[i][v] = p.add ? hn::LoadU(d, sums + i * p.sum_stride + v * kLanes) : hn::Zero(d);
     }
   }
   const auto add = [&](int i, T value, const T* row) HWY_ATTR {
@@ -255,10 +257,20 @@ void AddDots(const Lines& p, const T* panel, std::int64_t stride, T* sums) {
     add(values, nibbles, 0);
   }
 #pragma GCC unroll 8
-  for (int i = 0; i < kLines; ++i) {
+  for (int j = 0; j < kCols; ++j) {
+    T totals[kLines];
+    if constexpr (kLines == 4 && std::is_same_v<T, float>) {
+      simd::HWY_NAMESPACE::StoreFour(d, sum[0][j], sum[1][j], sum[2][j], sum[3][j], totals);
+    } else {
 #pragma GCC unroll 8
-    for (int j = 0; j < kCols; ++j) {
-      sums[i * p.sum_stride + j] += hn::GetLane(hn::SumOfLanes(d, sum[i][j]));
+      for (int i = 0; i < kLines; ++i) {
+        totals[i] = hn::GetLane(hn::SumOfLanes(d, sum[i][j]));
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kLines; ++i) {
+      T& sum_here = sums[i * p.sum_stride + j];
+      sum_here = p.add ? sum_here + totals[i] : totals[i];
     }
   }
 }

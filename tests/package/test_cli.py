@@ -247,7 +247,7 @@ def test_show_a_chain() -> None:
     assert facts["plan"]["sm_90a"] == ["0+1: fused, clusters of 8, 16 rows"]
     assert facts["plan"]["cpu"] == ["0: cpu", "1: cpu"]
     text = ok("show", *factors)
-    assert "chain of 2" in text and "sm_80    0: portable; 1: strided" in text and "1.0 MiB stored, 32.0 MiB" in text
+    assert "chain of 2" in text and "sm_80    0: cublas; 1: strided" in text and "1.0 MiB stored, 32.0 MiB" in text
 
 
 @pytest.mark.parametrize("text, nnz", [

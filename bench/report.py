@@ -435,8 +435,8 @@ def sweep_section(machine: str, sweep: Row) -> list[str]:
     behind = 0.95 if "NVIDIA" in sweep["device"] else 0.9
     rows, seeds = sweep["rows"], sorted({r["seed"] for r in sweep["rows"]})
     threads = len({r["threads"] for r in rows}) > 1
-    told = ", ".join(map(str, seeds))
-    lines = [f"## {sweep['device']}", "", f"torch {sweep['torch']}, {sweep['date']}, seeds {told}.", "",
+    told = f"seeds {', '.join(map(str, seeds))}. {sweep.get('note', '')}".rstrip()
+    lines = [f"## {sweep['device']}", "", f"torch {sweep['torch']}, {sweep['date']}, {told}", "",
              f"![ratios by family and rows](sweep-{machine}.svg)", ""]  # fmt: skip
     lines += sweep_table("family", sweep_families(rows, threads), behind)
     for name, of in sweep_families(rows).items():
@@ -470,7 +470,7 @@ def readme_sweep(path: Path) -> list[str]:
         return []
     sweep = json.loads(path.read_text())
     head = f"On {len(sweep['rows']):,} [random problems](docs/sweeps.md) on an H200, against the best of torch's ways:"
-    return [head, "", *sweep_table("", sweep_families(sweep["rows"]), 0.95)[:-1]]
+    return ["", head, "", *sweep_table("", sweep_families(sweep["rows"]), 0.95)[:-1]]
 
 
 def main() -> None:

@@ -9,6 +9,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -120,16 +121,20 @@ class Owned {
   std::unique_ptr<void, int (*)(Object)> object_;
 };
 
-/// A device's handle; its primary context is current.
+constexpr std::size_t kDevices = 64;
+
+/// A device's handle; null where the library does not start, as with a driver that is too old for it. The device's
+/// primary context is current.
 Object handle_of(int device) {
   static std::mutex mutex;
-  static std::array<Object, 64> handles{};
+  static std::array<std::optional<Object>, kDevices> handles{};
   const std::lock_guard lock(mutex);
-  Object& handle = handles.at(static_cast<std::size_t>(device));
-  if (handle == nullptr) {
-    check("cublasLtCreate", api()->create(&handle));
+  std::optional<Object>& handle = handles.at(static_cast<std::size_t>(device));
+  if (!handle) {
+    Object made = nullptr;
+    handle = api()->create(&made) == 0 ? made : nullptr;
   }
-  return handle;
+  return *handle;
 }
 
 int type_of(DType dtype) { return dtype == DType::f16 ? kF16 : kBf16; }
@@ -188,6 +193,10 @@ class Plan {
   }
 
   void search(const Product& p, int device) {
+    const Object handle = handle_of(device);
+    if (handle == nullptr) {
+      return;
+    }
     Object made = nullptr;
     check("cublasLtMatmulPreferenceCreate", api()->prefer(&made));
     const Owned preference(made, api()->forget_preference);
@@ -202,14 +211,13 @@ class Plan {
       set(kAlignment + n, static_cast<std::uint32_t>(address & (~address + 1)));
     }
     int count = 0;
-    const int status = api()->search(handle_of(device), description_.get(), left_.get(), right_.get(), out_.get(),
-                                     out_.get(), made, 1, &algorithm_, &count);
+    const int status = api()->search(handle, description_.get(), left_.get(), right_.get(), out_.get(), out_.get(),
+                                     made, 1, &algorithm_, &count);
     found_ = status == 0 && count > 0 && algorithm_.status == 0;
   }
 
   void multiply(const Owned& description, const Product& p, const float& one, const float& zero,
                 const Workspace& workspace, Context& context) const {
-    const cuda::RelaxedCapture relaxed;  // the first call of a kernel loads it
     check("cublasLtMatmul",
           api()->multiply(handle_of(context.device.index), description.get(), &one, p.left.data, left_.get(),
                           p.right.data, right_.get(), &zero, p.out.data, out_.get(), p.out.data, out_.get(),
@@ -243,7 +251,10 @@ std::shared_ptr<const Plan> plan_of(const Product& p, int device) {
       p.out.batch,
       place(p.left.data) | place(p.right.data) << 4 | place(p.out.data) << 8 | place(p.bias) << 12,
       p.bias != nullptr};
-  return cache.get(hash128({reinterpret_cast<const char*>(key), sizeof(key)}), [&] { return Plan(p, device); });
+  return cache.get(hash128({reinterpret_cast<const char*>(key), sizeof(key)}), [&] {
+    const cuda::RelaxedCapture relaxed;  // the library may allocate and load
+    return Plan(p, device);
+  });
 }
 
 /// Whether stored columns do not overlap.
@@ -259,9 +270,17 @@ bool fits(const Product& p, int device) {
                      std::min({p.rows, p.cols, p.depth, p.batches}) > 0;
   const bool apart = is_apart(p.left, p.rows, p.depth) && is_apart(p.right, p.depth, p.cols) &&
                      is_apart(p.out, p.rows, p.cols) && !p.out.transposed;
-  return type && sizes && apart && available() && plan_of(p, device)->found();
+  const bool known = device >= 0 && static_cast<std::size_t>(device) < kDevices;
+  return type && sizes && apart && known && available() && plan_of(p, device)->found();
 }
 
-void run(const Product& p, Context& context) { plan_of(p, context.device.index)->run(p, context); }
+void run(const Product& p, Context& context) {
+  const cuda::RelaxedCapture relaxed;  // the first call of a kernel loads it
+  const auto plan = plan_of(p, context.device.index);
+  if (!plan->found()) {
+    throw Error("cublas", "product", "one that fits", "one without a kernel");
+  }
+  plan->run(p, context);
+}
 
 }  // namespace fretwork::cublas

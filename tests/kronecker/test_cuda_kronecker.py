@@ -115,6 +115,16 @@ def test_a_first_call_can_be_captured(pattern, bs_last):
     torch.testing.assert_close(out.double(), exact, rtol=2e-3, atol=2e-3)
 
 
+@both_layouts
+def test_an_activation_is_another_choice(bs_last):
+    """What was chosen for a product without one must not be taken for the same product with one."""
+    x, w, bias = (t.detach() for t in operands(((1, 256, 256, 1), 4096, torch.float16, None), bs_last))
+    plain = fw.ksmm(x, w, bs_last)
+    torch.testing.assert_close(fw.ksmm(x, w, bs_last, activation="relu"), plain.relu(), rtol=1e-2, atol=1e-2)
+    added = plain + (bias[:, None] if bs_last else bias)
+    torch.testing.assert_close(fw.ksmm(x, w, bs_last, bias), added, rtol=1e-2, atol=1e-2)
+
+
 MANY_BATCHES = """
 import json, os, random, sys, torch, fretwork as fw
 pattern, dtype, precision, bs_last = json.loads(sys.argv[1])

@@ -124,6 +124,12 @@ def op_cases(device):
             "ksmm: x: expected a dense tensor, got one that is sparse_coo",
         ),
         (lambda x, w, s, q, p: fw.ksmm(x, w.double()), "ksmm: w: expected float32 like x, got float64"),
+        (lambda x, w, s, q, p: fw.ksmm(x, w.to("meta")), "ksmm: w: expected .* like x, got meta"),
+        (lambda x, w, s, q, p: fw.ksmm(x.to("meta"), w), "ksmm: w: expected meta like x, got"),
+        (
+            lambda x, w, s, q, p: fw.two_four.linear(x, s, torch.zeros(8, device="meta")),
+            "linear: bias: expected a tensor on .*, got one on meta",
+        ),
         (lambda x, w, s, q, p: fw.ksmm(x[:, 1:], w), r"ksmm: x for w: expected \(…, 32\), a·c·d, got \(3, 31\)"),
         (
             lambda x, w, s, q, p: fw.two_four.linear(x.to_sparse(), s),

@@ -25,6 +25,7 @@ def _check_like(op: str, x: Tensor, others: dict[str, Tensor | None]) -> None:
     for name, t in others.items():
         if t is not None:
             expect(t.dtype == x.dtype, op, name, f"{x.dtype} like x", t.dtype)
+            expect(t.device == x.device, op, name, f"{x.device} like x", t.device)
 
 
 # Shapes, as the core has them. x is (batch, features), or (features, batch) where batch is last.

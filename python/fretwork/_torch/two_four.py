@@ -161,6 +161,8 @@ def _matmul_fake(
     fits = dense.dim() >= rank and dense.shape[contracted] == k
     expect(fits, op, name, f"{k} in dimension {contracted}", tuple(dense.shape))
     _check_device(op, name, dense, values)
+    if bias is not None:
+        _check_device(op, "bias", bias, values)
     shape = list(dense.shape)
     shape[contracted] = lines
     out = out_dtype or result_dtype(dense.dtype)

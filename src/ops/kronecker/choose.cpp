@@ -95,16 +95,17 @@ std::vector<Candidate<Config>> candidates_of(const Any& problem, const Machine& 
 /// The key of a choice: everything that fits() and cost() look at. Pointers count by their place in 16 bytes.
 using Numbers = std::array<std::int64_t, 18>;
 Numbers numbers_of(const Sizes& s, std::int64_t batch, const Matrix& x, const Matrix& y, const Weights& w,
-                   const Vector& bias, bool last, std::int64_t settings) {
-  const std::int64_t pointers = address_bits({x.data, y.data, w.data}), has_bias = bias.data != nullptr;
-  return {s.a, s.b, s.c, s.d, batch,       x.batch,  x.feature, y.batch,  y.feature,
-          w.a, w.b, w.c, w.d, bias.stride, has_bias, last,      pointers, settings};
+                   const Vector& bias, Activation activation, bool last, std::int64_t settings) {
+  const std::int64_t pointers = address_bits({x.data, y.data, w.data, bias.data});
+  const std::int64_t end = std::int64_t{bias.data != nullptr} | static_cast<std::int64_t>(activation) << 1;
+  return {s.a, s.b, s.c, s.d, batch,       x.batch, x.feature, y.batch,  y.feature,
+          w.a, w.b, w.c, w.d, bias.stride, end,     last,      pointers, settings};
 }
 Numbers numbers_of(const Problem& p, const Context& context) {
-  return numbers_of(p.sizes, p.batch, p.x, p.y, p.w, p.bias, p.last, settings_of(p.dtype, context));
+  return numbers_of(p.sizes, p.batch, p.x, p.y, p.w, p.bias, p.activation, p.last, settings_of(p.dtype, context));
 }
 Numbers numbers_of(const WeightProblem& p, const Context& context) {
-  return numbers_of(p.sizes, p.batch, p.x, p.d_y, {}, {}, false, settings_of(p.dtype, context));
+  return numbers_of(p.sizes, p.batch, p.x, p.d_y, {}, {}, Activation::none, false, settings_of(p.dtype, context));
 }
 
 template <typename Any>

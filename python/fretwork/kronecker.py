@@ -249,8 +249,9 @@ def plan(
     """How `fw.ksmm_chain` runs factors of these patterns, a line for each step.
 
     `arch` is "cpu", a GPU such as "cuda:0", or an architecture from "sm_75" on, such as "sm_90a", which need not be
-    there. `batch` counts where rows are few; 0 stands for many. Operands are taken to be contiguous. Words name the
-    family of kernels that a pattern allows; strides, precision and tuned tables have the last word.
+    there. `batch` counts where rows are few; 0 stands for many. Operands are taken to be contiguous, and cuBLAS to be
+    installed. Words name the family of kernels that a pattern allows; strides, precision and tuned tables have the last
+    word.
 
     >>> import fretwork as fw
     >>> print(fw.kronecker.plan(fw.kronecker.monarch(1024, 1024, 32, 32), "sm_90a"))

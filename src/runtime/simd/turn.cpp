@@ -66,6 +66,17 @@ std::int64_t TurnFewLines(const Bits* from, std::int64_t from_pitch, std::int64_
   return c;
 }
 
+/// What lies outside the squares: below their rows, and right of their columns.
+template <typename Bits>
+HWY_INLINE void TurnRest(const Bits* from, std::int64_t from_pitch, std::int64_t rows, std::int64_t cols,
+                         std::int64_t whole_rows, std::int64_t whole_cols, Bits* to, std::int64_t to_pitch) {
+  for (std::int64_t r = 0; r < rows; ++r) {
+    for (std::int64_t c = r < whole_rows ? whole_cols : 0; c < cols; ++c) {
+      to[c * to_pitch + r] = from[r * from_pitch + c];
+    }
+  }
+}
+
 /// to(c, r) = from(r, c). Squares of one vector's side go through registers, in rounds that interleave halves.
 template <typename Bits>
 void Turn(const Bits* from, std::int64_t from_pitch, std::int64_t rows, std::int64_t cols, Bits* to,
@@ -122,11 +133,7 @@ void Turn(const Bits* from, std::int64_t from_pitch, std::int64_t rows, std::int
     }
   }
 #endif
-  for (std::int64_t r = 0; r < rows; ++r) {
-    for (std::int64_t c = r < whole_rows ? whole_cols : 0; c < cols; ++c) {
-      to[c * to_pitch + r] = from[r * from_pitch + c];
-    }
-  }
+  TurnRest(from, from_pitch, rows, cols, whole_rows, whole_cols, to, to_pitch);
 }
 
 using std::int64_t, std::uint16_t, std::uint32_t, std::uint64_t, std::uint8_t;

@@ -7,8 +7,8 @@
 
 #include "core/large_pages.h"
 #include "ops/kronecker/config.h"
+#include "ops/kronecker/cpu/loops.h"
 #include "ops/kronecker/cpu/regroup.h"
-#include "runtime/simd/dots.h"
 
 namespace fretwork::kronecker::cpu {
 namespace {
@@ -39,57 +39,8 @@ constexpr std::int64_t kFewPanels = 4;
 constexpr std::int64_t kTurnedDeltas = 2;
 /// Weights of one δ that are turned at a time.
 constexpr std::int64_t kTurnedTogether = 1024;
-/// The least batch and blocks that are regrouped; bytes of x and y at a time, and rows at least.
-constexpr std::int64_t kRegroupedFew = 2, kRegroupedRows = 32, kRegroupedSide = 16, kRegroupedBytes = 1 << 20,
-                       kRegroupedLeast = 256;
-/// Outputs of a block that are few, and the least depth for which their sums are worth adding up over lanes.
-constexpr std::int64_t kFewColumns = 8, kFewDepth = 32;
-/// Weights that a thread takes at a time of a few rows, or x of a few outputs.
-constexpr std::int64_t kFewElements = 32 << 10;
-/// Pieces of work per thread, if there are as many.
-constexpr std::int64_t kPieces = 4;
-
-class Work {
- public:
-  Work(const Problem& problem, const Tiles& tiles, Context& context)
-      : p_(problem),
-        s_(problem.sizes),
-        tiles_(tiles),
-        packing_(problem.dtype, tiles),
-        sums_packing_(problem.dtype, simd::widened_tiles(problem.dtype)),
-        depth_(packing_.padded(s_.c)),
-        wanted_(kPieces * std::max(context.executor->concurrency(), 1)),
-        size_(static_cast<std::int64_t>(size_of(problem.dtype))),
-        finishes_(problem.bias.data != nullptr || problem.activation != Activation::none),
-        far_(problem.batch * s_.a * s_.c * s_.d * size_ > kStreamedBytes),
-        stream_(problem.batch * s_.a * s_.b * s_.d * size_ > kStreamedBytes) {}
-
- protected:
-  /// x of diagonal block i by (n, k, l), y by (n, j, l), w by (k, j, l).
-  Operand x(std::int64_t i) const {
-    return {packing_.at(p_.x.data, i * s_.c * s_.d * p_.x.feature), p_.x.batch, s_.d * p_.x.feature, p_.x.feature};
-  }
-  Operand y(std::int64_t i) const {
-    return {packing_.at(p_.y.data, i * s_.b * s_.d * p_.y.feature), p_.y.batch, s_.d * p_.y.feature, p_.y.feature};
-  }
-  Operand w(std::int64_t i) const { return {packing_.at(p_.w.data, i * p_.w.a), p_.w.c, p_.w.b, p_.w.d}; }
-
-  /// The bias on the lanes of a panel, of the type of sums.
-  void pack_bias(std::int64_t i, const Chunk& chunk, const Columns::Panel& panel, std::byte* out) const {
-    const std::int64_t first = (i * s_.b + panel.first) * s_.d + chunk.first, step = p_.bias.stride;
-    sums_packing_.right({packing_.at(p_.bias.data, first * step), 0, s_.d * step, step}, 1, chunk, panel, out);
-  }
-  std::byte* sum_at(std::byte* sums, std::int64_t n) const { return sums + n * static_cast<std::int64_t>(tiles_.sum); }
-
-  const Problem& p_;
-  const Sizes& s_;
-  const Tiles& tiles_;
-  Packing packing_, sums_packing_;
-  std::int64_t depth_;            ///< of packed weights
-  std::int64_t wanted_;           ///< pieces of work
-  std::int64_t size_;             ///< bytes of an element
-  bool finishes_, far_, stream_;  ///< there is a bias or activation; x does not fit caches; nor does y
-};
+/// The least batch and blocks that are regrouped for pairs; bytes of x and y at a time, and rows at least.
+constexpr std::int64_t kRegroupedRows = 32, kRegroupedSide = 16, kRegroupedBytes = 1 << 20, kRegroupedLeast = 256;
 
 /// Rows are the batch; columns are output features, with their δ on neighbouring lanes.
 class BatchFirst : Work {
@@ -572,153 +523,6 @@ class Turned : Work {
   bool as_is_;           ///< weights are read where they are
 };
 
-/// A few batch rows: weights stream by once, as they lie in memory.
-class FewRows : Work {
- public:
-  FewRows(const Problem& problem, Context& context)
-      : Work(problem, simd::widened_tiles(problem.dtype), context),
-        across_(!along(problem)),
-        as_is_(!tiles_.widens && problem.x.feature == 1),
-        rows_(
-            even(s_.b, std::clamp<std::int64_t>(kFewElements / (s_.c * s_.d), 4, std::max<std::int64_t>(s_.b, 4)), 4)),
-        lanes_(ceil_div(rows_.each * s_.d, tiles_.lanes) * tiles_.lanes) {}
-
-  static bool fits(const Problem& p) {
-    return p.batch <= most(p) && (p.w.d == 1 || p.sizes.d == 1) && (along(p) || p.w.b == p.sizes.d);
-  }
-
-  /// Whether runs of δ do not fill vectors.
-  static bool is_odd(const Problem& p) {
-    const std::int64_t lanes = simd::widened_tiles(p.dtype).lanes;
-    return p.sizes.d < lanes && lanes % p.sizes.d != 0;
-  }
-
-  /// Whether there are weights enough for what comes on top of them: to add up lanes of the same δ, which takes longer
-  /// the less these fill a vector, or to repeat x.
-  static bool pays(const Problem& p) {
-    const auto& [a, b, c, d] = p.sizes;
-    const std::int64_t lanes = simd::widened_tiles(p.dtype).lanes;
-    const bool odd = is_odd(p);
-    if (odd && p.x.batch == 1 && p.batch >= kRegroupedFew) {
-      return false;  // batch last, turned weights are quicker
-    }
-    if (!along(p)) {
-      return !odd || b >= 2 * p.batch * lanes;
-    }
-    // Of five rows and more, products in pairs make up for packing.
-    const bool pairs = d == 1 && p.batch > 4 && p.x.feature == 1 && simd::tiles(p.dtype).group > 1;
-    return d >= lanes || c * d >= p.batch * (odd ? 60 : pairs ? 16 : 4);
-  }
-
-  std::size_t weight_bytes() const { return 0; }
-  std::int64_t weight_jobs() const { return 0; }
-  void pack_weights(std::int64_t /*job*/, std::byte* /*packed*/) const {}
-
-  std::int64_t jobs() const { return s_.a * rows_.pieces(); }
-  void multiply(std::int64_t job, std::byte* /*packed*/) const {
-    const std::int64_t i = job / rows_.pieces(), j = job % rows_.pieces() * rows_.each;
-    const std::int64_t rows = rows_.size(job % rows_.pieces()), cols = rows * s_.d, depth = s_.c * s_.d;
-    Buffers& buffers = Buffers::of_thread();
-    std::byte* const bias = buffers.sums.need(tiles_.sum * static_cast<std::size_t>(lanes_ * (1 + p_.batch)));
-    std::byte* const sums = sum_at(bias, lanes_);
-    const simd::DotsTerm term{packing_.at(w(i), 0, j, 0).data, 0};
-    simd::Dots dots{.terms = {&term, 1}, .rows = rows, .depth = s_.c, .period = s_.d};
-    dots.across = across_;
-    dots.stride = across_ ? p_.w.c : p_.w.b;
-    dots.x = x(i).data;
-    dots.x_stride = p_.x.batch;
-    if (!as_is_) {
-      dots.x = buffers.right.need(packing_.bytes(p_.batch * depth));
-      dots.x_stride = depth;
-      tiles_.pack({x(i).data, p_.x.batch, p_.x.feature}, p_.batch, depth, depth, const_cast<void*>(dots.x), 0);
-    }
-    dots.batch = p_.batch;
-    dots.sums = sums;
-    dots.sum_stride = lanes_;
-    simd::dots(dots, p_.dtype);
-    if (finishes_) {
-      const bool biased = p_.bias.data != nullptr;
-      if (biased) {
-        tiles_.pack({packing_.at(p_.bias.data, (i * s_.b + j) * s_.d * p_.bias.stride), 0, p_.bias.stride}, 1, cols,
-                    lanes_, bias, 0);
-      }
-      finish({sums, lanes_, p_.batch, ceil_div(cols, tiles_.lanes) * tiles_.lanes, nullptr, biased ? bias : nullptr,
-              p_.activation},
-             p_.dtype);
-    }
-    const Operand to = packing_.at(y(i), 0, j, 0);
-    tiles_.store(sums, lanes_, p_.batch, cols, {to.data, to.row, to.delta}, false);
-  }
-
- private:
-  /// Rows that are few: more where the other loops would turn x, or widen and pack weights.
-  static std::int64_t most(const Problem& p) {
-    const Tiles& tiles = simd::widened_tiles(p.dtype);
-    const bool turns = p.x.feature == 1 && p.sizes.d > 1;
-    return simd::kFewRows * (turns && tiles.widens ? 4 : turns && p.sizes.d >= tiles.lanes ? 2 : 1);
-  }
-  /// Weights of an output are contiguous; else those of a place in depth are.
-  static bool along(const Problem& p) { return p.w.c == p.sizes.d; }
-
-  bool across_;
-  bool as_is_;  ///< x is read where it is
-  Split rows_;
-  std::int64_t lanes_;
-};
-
-/// A few outputs of a block, with d = 1: x streams by once, as it lies in memory, in the place of the weights.
-class FewOutputs : Work {
- public:
-  FewOutputs(const Problem& problem, Context& context)
-      : Work(problem, simd::widened_tiles(problem.dtype), context),
-        rows_(even(problem.batch, std::max<std::int64_t>(kFewElements / s_.c, 16), 4)),
-        lanes_(ceil_div(rows_.each, tiles_.lanes) * tiles_.lanes) {}
-
-  static bool fits(const Problem& p) {
-    return p.sizes.d == 1 && p.x.feature == 1 && p.sizes.b <= kFewColumns && p.sizes.c >= kFewDepth &&
-           p.batch > 2 * p.sizes.b;
-  }
-
-  std::size_t weight_bytes() const { return 0; }
-  std::int64_t weight_jobs() const { return 0; }
-  void pack_weights(std::int64_t /*job*/, std::byte* /*packed*/) const {}
-
-  std::int64_t jobs() const { return s_.a * rows_.pieces(); }
-  void multiply(std::int64_t job, std::byte* /*packed*/) const {
-    const std::int64_t i = job / rows_.pieces(), first = job % rows_.pieces() * rows_.each;
-    const std::int64_t rows = rows_.size(job % rows_.pieces());
-    Buffers& buffers = Buffers::of_thread();
-    std::byte* const bias = buffers.sums.need(tiles_.sum * static_cast<std::size_t>(tiles_.lanes + lanes_ * s_.b));
-    std::byte* const sums = sum_at(bias, tiles_.lanes);
-    std::byte* const weights = buffers.right.need(packing_.bytes(s_.b * s_.c));
-    tiles_.pack({w(i).data, p_.w.b, p_.w.c}, s_.b, s_.c, s_.c, weights, 0);
-    const simd::DotsTerm term{packing_.at(x(i), first, 0, 0).data, 0};
-    simd::Dots dots{.terms = {&term, 1}, .rows = rows, .depth = s_.c};
-    dots.stride = p_.x.batch;
-    dots.x = weights;
-    dots.x_stride = s_.c;
-    dots.batch = s_.b;
-    dots.sums = sums;
-    dots.sum_stride = lanes_;
-    simd::dots(dots, p_.dtype);
-    if (finishes_) {
-      const bool biased = p_.bias.data != nullptr;
-      if (biased) {
-        tiles_.pack({packing_.at(p_.bias.data, i * s_.b * p_.bias.stride), 0, p_.bias.stride}, 1, s_.b, s_.b, bias, 0);
-      }
-      finish({sums, lanes_, s_.b, ceil_div(rows, tiles_.lanes) * tiles_.lanes, biased ? bias : nullptr, nullptr,
-              p_.activation},
-             p_.dtype);
-    }
-    const Operand to = packing_.at(y(i), first, 0, 0);
-    tiles_.store(sums, lanes_, s_.b, rows, {to.data, to.col, to.row}, false);
-  }
-
- private:
-  Split rows_;
-  std::int64_t lanes_;
-};
-
 /// A large result often lies in fresh memory, whose pages would take longer than the product.
 void ask_for_large_pages(const Problem& p) {
   const auto extent = [](std::int64_t count, std::int64_t stride) { return (count - 1) * stride; };
@@ -730,30 +534,6 @@ void ask_for_large_pages(const Problem& p) {
     fretwork::ask_for_large_pages(static_cast<const std::byte*>(p.y.data) + first,
                                   static_cast<std::size_t>(last - first));
   }
-}
-
-template <typename Loop, typename... Most>
-void run_as(const Problem& problem, Context& context, Most... most) {
-  const Sizes& s = problem.sizes;
-  const Loop work(problem, context, most...);
-  const Workspace workspace(context, work.weight_bytes());
-  std::byte* const packed = static_cast<std::byte*>(workspace.data());
-  const double weights = static_cast<double>(s.a * s.b * s.c) * static_cast<double>(s.d);
-  if (const std::int64_t jobs = work.weight_jobs(); jobs > 0) {
-    context.executor->parallel_for(jobs, grain(jobs, 16 * weights), [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t job = begin; job < end; ++job) {
-        work.pack_weights(job, packed);
-      }
-    });
-  }
-  const double operations = 2 * weights * static_cast<double>(std::max<std::int64_t>(problem.batch, 8));
-  context.executor->parallel_for(work.jobs(), grain(work.jobs(), operations),
-                                 [&](std::int64_t begin, std::int64_t end) {
-                                   for (std::int64_t job = begin; job < end; ++job) {
-                                     work.multiply(job, packed);
-                                   }
-                                   simd::finish_streams();
-                                 });
 }
 
 /// Whether the batch goes on lanes: where it is contiguous, and where turning x and y is less work than turning w.
@@ -794,7 +574,7 @@ bool regroups(const Problem& p) {
     return false;
   }
   const bool large = p.batch >= kRegroupedRows && s.b * s.c >= kRegroupedSide * (s.b + s.c);
-  return (simd::tiles(p.dtype).group > 1 && large) || (FewRows::fits(p) && FewRows::is_odd(p));
+  return (simd::tiles(p.dtype).group > 1 && large) || (few_rows_fit(p) && runs_are_odd(p));
 }
 
 /// A part of the batch at a time, so that its copies stay in the caches.
@@ -845,12 +625,12 @@ void run(const Problem& problem, Context& context) {
     run_regrouped(problem, context);
     return;
   }
-  if (FewRows::fits(problem) && FewRows::pays(problem)) {
-    run_as<FewRows>(problem, context);
+  if (few_rows_fit(problem) && few_rows_pay(problem)) {
+    run_few_rows(problem, context);
     return;
   }
-  if (FewOutputs::fits(problem)) {
-    run_as<FewOutputs>(problem, context);
+  if (few_outputs_fit(problem)) {
+    run_few_outputs(problem, context);
     return;
   }
   if (turns(problem)) {
@@ -872,7 +652,7 @@ bool run(const Problem& problem, Context& context, const Config& config) {
                             : run_as<BatchLast>(problem, context, config.first);
       return true;
     case Family::few:
-      return FewRows::fits(problem) && (run_as<FewRows>(problem, context), true);
+      return few_rows_fit(problem) && (run_few_rows(problem, context), true);
     default:
       return false;
   }
@@ -884,7 +664,7 @@ std::vector<Config> candidates(const Problem& problem) {
     list.push_back({Family::rows, static_cast<int>(kBlockRows) * factor / 4});
     list.push_back({Family::lanes, static_cast<int>(kBlockCols) * factor / 2});
   }
-  if (FewRows::fits(problem)) {
+  if (few_rows_fit(problem)) {
     list.push_back({Family::few});
   }
   return list;

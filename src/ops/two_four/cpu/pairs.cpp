@@ -165,6 +165,29 @@ FRETWORK_TARGET inline __m512i places(std::uint64_t word) {
   return _mm512_ternarylogic_epi64(index, _mm512_set1_epi16(3), _mm512_load_si512(kTables[2].data()), 0xea);
 }
 
+/// Adds up the lanes of sums, and stores the totals or adds them.
+template <typename Op, int kLines, int kCols>
+FRETWORK_TARGET [[gnu::always_inline]] inline void store_totals(const Lines& p, const __m512i (&sum)[kLines][kCols],
+                                                                typename Op::Sum* sums) {
+#pragma GCC unroll 8
+  for (int j = 0; j < kCols; ++j) {
+    typename Op::Sum total[kLines];
+    if constexpr (kLines == 4) {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(total), totals<Op>(sum[0][j], sum[1][j], sum[2][j], sum[3][j]));
+    } else {
+#pragma GCC unroll 8
+      for (int i = 0; i < kLines; ++i) {
+        total[i] = Op::total(sum[i][j]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kLines; ++i) {
+      typename Op::Sum& sum_here = sums[i * p.sum_stride + j];
+      sum_here = p.add ? sum_here + total[i] : total[i];
+    }
+  }
+}
+
 template <typename Op, int kLines, int kCols>
 FRETWORK_TARGET void add_dots(const Lines& p, const std::uint16_t* panel, std::int64_t stride, typename Op::Sum* sums) {
   __m512i sum[kLines][kCols];
@@ -214,23 +237,7 @@ FRETWORK_TARGET void add_dots(const Lines& p, const std::uint16_t* panel, std::i
     }
     add(values, words, panel + steps * stride);
   }
-#pragma GCC unroll 8
-  for (int j = 0; j < kCols; ++j) {
-    typename Op::Sum total[kLines];
-    if constexpr (kLines == 4) {
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(total), totals<Op>(sum[0][j], sum[1][j], sum[2][j], sum[3][j]));
-    } else {
-#pragma GCC unroll 8
-      for (int i = 0; i < kLines; ++i) {
-        total[i] = Op::total(sum[i][j]);
-      }
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < kLines; ++i) {
-      typename Op::Sum& sum_here = sums[i * p.sum_stride + j];
-      sum_here = p.add ? sum_here + total[i] : total[i];
-    }
-  }
+  store_totals<Op>(p, sum, sums);
 }
 
 template <typename Op, int kLines>

@@ -206,6 +206,28 @@ struct LastStep {
   }
 };
 
+/// Adds up the lanes of sums, and stores the totals or adds them.
+template <class D, int kLines, int kCols, typename T = hn::TFromD<D>>
+HWY_INLINE void StoreTotals(D d, const Lines& p, const hn::Vec<D> (&sum)[kLines][kCols], T* sums) {
+#pragma GCC unroll 8
+  for (int j = 0; j < kCols; ++j) {
+    T totals[kLines];
+    if constexpr (kLines == 4 && std::is_same_v<T, float>) {
+      simd::HWY_NAMESPACE::StoreFour(d, sum[0][j], sum[1][j], sum[2][j], sum[3][j], totals);
+    } else {
+#pragma GCC unroll 8
+      for (int i = 0; i < kLines; ++i) {
+        totals[i] = hn::GetLane(hn::SumOfLanes(d, sum[i][j]));
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kLines; ++i) {
+      T& sum_here = sums[i * p.sum_stride + j];
+      sum_here = p.add ? sum_here + totals[i] : totals[i];
+    }
+  }
+}
+
 template <typename T, int kGroup, int kLines, int kCols>
 void AddDots(const Lines& p, const T* panel, std::int64_t stride, T* sums) {
   const hn::ScalableTag<T> d;
@@ -256,23 +278,7 @@ void AddDots(const Lines& p, const T* panel, std::int64_t stride, T* sums) {
     last.take(values, nibbles, steps * kLanes, rest, kKept);
     add(values, nibbles, 0);
   }
-#pragma GCC unroll 8
-  for (int j = 0; j < kCols; ++j) {
-    T totals[kLines];
-    if constexpr (kLines == 4 && std::is_same_v<T, float>) {
-      simd::HWY_NAMESPACE::StoreFour(d, sum[0][j], sum[1][j], sum[2][j], sum[3][j], totals);
-    } else {
-#pragma GCC unroll 8
-      for (int i = 0; i < kLines; ++i) {
-        totals[i] = hn::GetLane(hn::SumOfLanes(d, sum[i][j]));
-      }
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < kLines; ++i) {
-      T& sum_here = sums[i * p.sum_stride + j];
-      sum_here = p.add ? sum_here + totals[i] : totals[i];
-    }
-  }
+  StoreTotals(d, p, sum, sums);
 }
 
 template <typename T, int kGroup, int kLines>

@@ -9,28 +9,11 @@
 #include <limits>
 #include <optional>
 
+#include "ops/attention/cpu/score_gradients.h"
 #include "ops/attention/cpu/strips.h"
 
 namespace fretwork::attention_op::cpu {
 namespace {
-
-/// Memory of a call for numbers of one type.
-template <typename T>
-class Array {
- public:
-  Array(Context& context, std::int64_t count, bool zero = false)
-      : memory_(context, static_cast<std::size_t>(count) * sizeof(T)) {
-    if (zero) {
-      const std::int64_t grain = std::int64_t{1} << 18;
-      context.executor->parallel_for(
-          count, grain, [&](std::int64_t begin, std::int64_t end) { std::fill(data() + begin, data() + end, T{0}); });
-    }
-  }
-  T* data() const { return static_cast<T*>(memory_.data()); }
-
- private:
-  Workspace memory_;
-};
 
 /// The gradient of the bias while it is summed. Places of one task's rows are no other's: rows of queries, or, where
 /// the bias is the same for all of them, rows of keys.
@@ -96,15 +79,14 @@ class Backward {
         context_(context),
         keys_(p_.depth, machine_.tiles),
         values_(p_.value_depth, machine_.tiles),
-        lse_(context, p_.batch * p_.heads * p_.rows),
-        delta_(context, p_.batch * p_.heads * p_.rows) {
+        gradients_(problem, machine_, context) {
     if (b_.d_bias.data != nullptr) {
       bias_.emplace(b_, context);
     }
   }
 
   void run(Plans plans, Plans transposed) {
-    prepare(plans);
+    gradients_.prepare(plans);
     if (one_pass(plans)) {
       for (const PlanRange& range : batch_ranges(plans, p_.batch, p_.heads)) {
         all_gradients(range);
@@ -131,11 +113,8 @@ class Backward {
   }
 
  private:
-  /// A query head as part of a unit of work: where its rows and its packed columns are.
-  struct Member {
-    Head query, row;
-    std::int64_t columns;
-  };
+  using Pass = BackwardPass<Acc>;
+
   /// What one task sums up for a tile of rows.
   struct Unit {
     std::int64_t number;  ///< of a key head or of a query head, among those at hand; or of a group of the bias
@@ -154,15 +133,6 @@ class Backward {
     Sums first, second;
     bool adds = false;   ///< something was summed before
     bool stays = false;  ///< something is summed after
-  };
-  /// One component, with its columns packed.
-  struct Pass {
-    bool transposed;
-    const Layer<Acc>& layer;
-    Packing<Acc>& packing;
-    const Acc *turned, *turned_gradients;  ///< for the scores, and for the gradients of the probabilities
-    const Acc *lse, *rest, *delta;         ///< by place, where rows are keys
-    const unsigned* states;
   };
   /// Heads that share a plan, with its components.
   struct Layers {
@@ -318,7 +288,7 @@ class Backward {
                                     pass.turned + slice.number * places * p_.depth, strip_x, stride);
            machine_.multiply_turned(s, more_left + s.first * value_width, value_width, p_.value_depth,
                                     pass.turned_gradients + slice.number * places * p_.value_depth, strip_g, stride);
-           gradients(pass, member, s, tokens.data() + s.first, strip_x, strip_g, stride, true);
+           gradients_(pass, member, s, tokens.data() + s.first, strip_x, strip_g, stride, true);
            machine_.multiply_lines(s, strip_g, stride, lines, keys_, sums + s.first * width);
            for (const Span& span : s.spans) {
              const typename StripGroup::Part part{s.first, s.rows, span.at, span.at + span.length};
@@ -344,7 +314,7 @@ class Backward {
     std::vector<std::int64_t>& used = thread_buffers().used;
     used.assign(tokens.begin(), tokens.end());
     std::ranges::replace_if(
-        used, [&](std::int64_t token) { return token >= 0 && std::isinf(lse_.data()[before + token]); }, -1);
+        used, [&](std::int64_t token) { return token >= 0 && std::isinf(gradients_.lse()[before + token]); }, -1);
     std::fill_n(left, std::ssize(tokens) * keys_.padded(), Acc{0});
     std::fill_n(more_left, std::ssize(tokens) * values_.padded(), Acc{0});
     machine_.gather(p_.q, p_.dtype, head, used, p_.depth, static_cast<Acc>(p_.scale), left, keys_.padded());
@@ -379,62 +349,6 @@ class Backward {
       machine_.rows.narrow(slice.d_values + place * values_.padded(), p_.value_depth, Acc{1},
                            row_of(b_.d_v, p_.dtype, head, token), p_.dtype, b_.d_v.col);
     }
-  }
-
-  /// From here on what rounding a log-sum-exp leaves out counts: a probability would be wrong by 6e-5 in fp32.
-  static constexpr Acc kLargeLse = 1024;
-
-  /// What lse lost to rounding, if some row's is large. A bias or slopes make it so; it takes the forward again.
-  void find_rest(Plans plans) {
-    const std::int64_t rows = p_.batch * p_.heads * p_.rows;
-    const auto large = [&](std::int64_t n) {
-      return std::isfinite(lse_.data()[n]) && std::abs(lse_.data()[n]) > kLargeLse;
-    };
-    bool any = false;
-    for (std::int64_t n = 0; n < rows && (p_.bias.data != nullptr || p_.slopes.data != nullptr) && !any; ++n) {
-      any = large(n);
-    }
-    if (!any) {
-      return;
-    }
-    rest_.emplace(context_, rows);
-    const Workspace out(context_, static_cast<std::size_t>(rows * p_.value_depth) * size_of(p_.dtype));
-    Problem again = p_;
-    again.o = {out.data(), p_.heads * p_.rows * p_.value_depth, p_.rows * p_.value_depth, p_.value_depth, 1};
-    again.lse = {lse_.data(), p_.heads * p_.rows, p_.rows, 1, 0};
-    again.lse_rest = again.lse;
-    again.lse_rest.data = rest_->data();
-    forward(again, plans, context_);
-    std::replace(lse_.data(), lse_.data() + rows, -std::numeric_limits<Acc>::infinity(),
-                 std::numeric_limits<Acc>::infinity());
-  }
-
-  /// lse as it is subtracted, +inf for a row with no element, and delta = Σ d_o∘o − d_lse.
-  void prepare(Plans plans) {
-    const std::int64_t grain = std::max<std::int64_t>(1, (std::int64_t{1} << 15) / p_.value_depth);
-    context_.executor->parallel_for(p_.batch * p_.heads * p_.rows, grain, [&](std::int64_t begin, std::int64_t end) {
-      Acc* const o = need<Acc>(thread_buffers().left, 2 * p_.value_depth);
-      Acc* const d_o = o + p_.value_depth;
-      for (std::int64_t n = begin; n < end; ++n) {
-        const std::int64_t row = n % p_.rows;
-        const Head head{n / p_.rows / p_.heads, n / p_.rows % p_.heads};
-        const auto of_row = [&](const Operand& x) {
-          return static_cast<const Acc*>(x.data)[head.batch * x.batch + head.head * x.head + row * x.row];
-        };
-        constexpr Acc kInfinity = std::numeric_limits<Acc>::infinity();
-        const Acc lse = of_row(p_.lse);
-        lse_.data()[n] = lse == -kInfinity ? kInfinity : lse;
-        delta_.data()[n] = 0;
-        if (lse == -kInfinity) {
-          continue;
-        }
-        machine_.gather(p_.o, p_.dtype, head, {&row, 1}, p_.value_depth, 1, o, 0);
-        machine_.gather(b_.d_o, p_.dtype, head, {&row, 1}, p_.value_depth, 1, d_o, 0);
-        delta_.data()[n] =
-            machine_.rows.dot(o, d_o, p_.value_depth) - (b_.d_lse.data != nullptr ? of_row(b_.d_lse) : 0);
-      }
-    });
-    find_rest(plans);
   }
 
   /// Keys that are not seen have zero gradients.
@@ -572,7 +486,7 @@ class Backward {
     Packing<Acc> packing(layer, machine_, p_.dtype, heads, {p_.q, keys_, turned_queries, queries},
                          {b_.d_o, values_, turned_gradients, gradients}, context);
     Acc* const lse = memory.take<Acc>(places);
-    Acc* const rest = rest_ ? memory.take<Acc>(places) : nullptr;
+    Acc* const rest = gradients_.rest() != nullptr ? memory.take<Acc>(places) : nullptr;
     Acc* const delta = memory.take<Acc>(places);
     unsigned* const states = layer.scores.dropped() ? memory.take<unsigned>(places) : nullptr;
     context.executor->parallel_for(places, 1 << 13, [&](std::int64_t begin, std::int64_t end) {
@@ -580,10 +494,10 @@ class Backward {
         const Head head = heads[static_cast<std::size_t>(n / layer.columns.places())];
         const std::int64_t token = layer.columns.tokens()[n % layer.columns.places()];
         const std::int64_t at = (head.batch * p_.heads + head.head) * p_.rows + token;
-        lse[n] = token < 0 ? std::numeric_limits<Acc>::infinity() : lse_.data()[at];
-        delta[n] = token < 0 ? 0 : delta_.data()[at];
+        lse[n] = token < 0 ? std::numeric_limits<Acc>::infinity() : gradients_.lse()[at];
+        delta[n] = token < 0 ? 0 : gradients_.delta()[at];
         if (rest != nullptr) {
-          rest[n] = token < 0 ? 0 : rest_->data()[at];
+          rest[n] = token < 0 ? 0 : gradients_.rest()[at];
         }
         if (states != nullptr) {
           states[n] = layer.scores.state(head, token);
@@ -659,7 +573,7 @@ class Backward {
                                  stride);
         machine_.multiply_turned(s, more_left + s.first * p_.value_depth, p_.value_depth, p_.value_depth,
                                  pass.turned_gradients + before * p_.value_depth, g, stride);
-        gradients(pass, member, s, tokens.data() + s.first, x, g, stride, target != nullptr);
+        gradients_(pass, member, s, tokens.data() + s.first, x, g, stride, target != nullptr);
         if (first) {
           machine_.multiply_lines(s, g, stride, lines, keys_, sums + s.first * keys_.padded());
         }
@@ -706,55 +620,6 @@ class Backward {
     }
   }
 
-  /// Scores and gradients of probabilities become probabilities and gradients of scores.
-  void gradients(const Pass& pass, const Member& member, const Strip& s, const std::int64_t* tokens, Acc* x, Acc* g,
-                 std::int64_t stride, bool capped) const {
-    Buffers& buffers = thread_buffers();
-    const Scores<Acc>& scores = pass.layer.scores;
-    Acc* const row = need<Acc>(buffers.row, stride);
-    Acc* const slopes = capped && scores.capped() ? need<Acc>(buffers.slopes, machine_.tiles.rows * stride) : nullptr;
-    scores.adjust(s, member.query, tokens, x, stride, slopes, row);
-    constexpr Acc kInfinity = std::numeric_limits<Acc>::infinity(), kZero = 0;
-    const std::int64_t rows_before = (member.query.batch * p_.heads + member.query.head) * p_.rows;
-    const std::int64_t places_before = member.columns * pass.layer.columns.places();
-    for (std::int64_t n = 0; n < s.rows; ++n) {
-      GradientRow<Acc> gradient;
-      gradient.count = s.length;
-      gradient.scores = x + n * stride;
-      gradient.gradients = g + n * stride;
-      gradient.slope = slopes != nullptr ? slopes + n * stride : nullptr;
-      if (scores.dropped()) {
-        scores.keep(s, member.query, tokens[n], pass.transposed ? pass.states + places_before : nullptr, row);
-        gradient.keep = row;
-      }
-      if (!pass.transposed) {
-        gradient.lse = tokens[n] < 0 ? &kInfinity : lse_.data() + rows_before + tokens[n];
-        gradient.rest = rest_ && tokens[n] >= 0 ? rest_->data() + rows_before + tokens[n] : nullptr;
-        gradient.delta = tokens[n] < 0 ? &kZero : delta_.data() + rows_before + tokens[n];
-        machine_.rows.gradient(gradient);
-        continue;
-      }
-      gradient.by_column = true;
-      for (std::size_t i = 0; i < s.pieces.size(); ++i) {
-        const Piece& piece = s.pieces[i];
-        GradientRow<Acc> part = gradient;
-        part.count = piece.end - piece.begin;
-        // Neighbours are one.
-        for (; i + 1 < s.pieces.size() && s.pieces[i + 1].place == piece.place + part.count; ++i) {
-          part.count += s.pieces[i + 1].end - s.pieces[i + 1].begin;
-        }
-        part.scores += piece.at;
-        part.gradients += piece.at;
-        part.slope = part.slope != nullptr ? part.slope + piece.at : nullptr;
-        part.keep = part.keep != nullptr ? part.keep + piece.at : nullptr;
-        part.lse = pass.lse + places_before + piece.place;
-        part.rest = pass.rest != nullptr ? pass.rest + places_before + piece.place : nullptr;
-        part.delta = pass.delta + places_before + piece.place;
-        machine_.rows.gradient(part);
-      }
-    }
-  }
-
   void store(const Target& target, const Sums& to, std::int64_t row, Head head, std::int64_t token, Acc* sums) const {
     if (!to.wanted()) {
       return;
@@ -790,8 +655,7 @@ class Backward {
   Context& context_;
   Machine<Acc> machine_;
   Split keys_, values_;
-  Array<Acc> lse_, delta_;
-  std::optional<Array<Acc>> rest_;  ///< of lse, if it counts
+  ScoreGradients<Acc> gradients_;
   std::optional<BiasSums<Acc>> bias_;
 };
 

@@ -10,7 +10,7 @@
 // for. What is added before the wrap has a second sum.
 #pragma once
 
-#include "ops/attention/cuda/hopper_backward.cuh"
+#include "ops/attention/cuda/hopper_backward_common.cuh"
 
 namespace fretwork::attention_op::hopper {
 

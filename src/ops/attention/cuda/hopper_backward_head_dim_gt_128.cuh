@@ -3,7 +3,7 @@
 // of 64 columns. The two streamed operands have separate rings, because one of them is free before the other.
 #pragma once
 
-#include "ops/attention/cuda/hopper_backward.cuh"
+#include "ops/attention/cuda/hopper_backward_common.cuh"
 
 namespace fretwork::attention_op::hopper {
 

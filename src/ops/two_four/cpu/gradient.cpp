@@ -183,7 +183,8 @@ class Work {
       product.right = right + bytes(panels.first(n) * (s.right_stride != 0 ? 1 : deep));
       product.sums = s.sums + panels.first(n) * static_cast<std::int64_t>(tiles_.sum);
       product.out = s.out == nullptr ? nullptr : at(s.out, panels.first(n), sizeof(T));
-      (s.right_stride != 0 ? tiles_.multiply_in_place : tiles_.multiply)[panels.width(n) / tiles_.lanes - 1](product);
+      const std::int64_t vectors = panels.width(n) / tiles_.lanes;
+      (s.right_stride != 0 ? tiles_.multiply_in_place[vectors - 1] : tiles_.multiply[vectors - 1])(product);
     }
   }
   std::byte* row_of(std::byte* sums, std::int64_t row, const Panels& panels) const {

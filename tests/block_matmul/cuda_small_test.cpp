@@ -3,7 +3,6 @@
 
 #include <array>
 #include <iterator>
-#include <memory>
 #include <random>
 #include <string>
 #include <tuple>
@@ -11,13 +10,12 @@
 #include "ops/block_matmul/cuda/families.h"
 #include "ops/block_matmul/cuda/params.h"
 #include "support/device_tensor.h"
+#include "support/gpu_fixture.h"
 #include "support/reference.h"
 #include "support/seed.h"
 
 namespace fretwork::block_matmul {
 namespace {
-
-namespace driver = fretwork::cuda;
 
 struct Case {
   BlockLayout::Sizes sizes{1, 3, 5, 64, 64};
@@ -39,19 +37,7 @@ std::string text(const Case& c) {
          testing::PrintToString(std::tuple(c.transposed, c.turned_blocks, c.dense_k, c.out_rows, c.gap, c.z, c.h));
 }
 
-class SmallTiles : public testing::Test {
- protected:
-  void SetUp() override {
-    if (!driver::available()) {
-      GTEST_SKIP() << driver::unavailable_reason();
-    }
-    if (driver::device_info(0).arch < 80) {
-      GTEST_SKIP() << "needs sm_80";
-    }
-    scope_ = std::make_unique<driver::DeviceScope>(0);
-  }
-  std::unique_ptr<driver::DeviceScope> scope_;
-};
+class SmallTiles : public GpuTest {};
 
 /// (z, h, rows, cols), with a gap behind each line; `turned`: columns are the lines.
 MirroredTensor matrix(const Case& c, std::int64_t rows, std::int64_t cols, bool turned) {

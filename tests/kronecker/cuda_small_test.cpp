@@ -5,7 +5,6 @@
 #include <array>
 #include <cmath>
 #include <limits>
-#include <memory>
 #include <random>
 #include <string>
 #include <vector>
@@ -15,6 +14,7 @@
 #include "runtime/cublas.h"
 #include "support/activated.h"
 #include "support/device_tensor.h"
+#include "support/gpu_fixture.h"
 
 namespace fretwork::kronecker {
 namespace {
@@ -46,19 +46,7 @@ std::string text(const Case& c) {
 /// cuBLAS where d is 1.
 constexpr std::initializer_list<Family> kTested = {Family::small, Family::cublas};
 
-class Small : public testing::Test {
- protected:
-  void SetUp() override {
-    if (!driver::available()) {
-      GTEST_SKIP() << driver::unavailable_reason();
-    }
-    if (driver::device_info(0).arch < 80) {
-      GTEST_SKIP() << "needs sm_80";
-    }
-    scope_ = std::make_unique<driver::DeviceScope>(0);
-  }
-  std::unique_ptr<driver::DeviceScope> scope_;
-};
+class Small : public GpuTest {};
 
 /// Tensors of a case, on the GPU.
 struct Made {

@@ -4,7 +4,6 @@
 
 #include <array>
 #include <cmath>
-#include <memory>
 #include <random>
 #include <string>
 #include <vector>
@@ -13,6 +12,7 @@
 #include "ops/kronecker/cuda/families.h"
 #include "support/activated.h"
 #include "support/device_tensor.h"
+#include "support/gpu_fixture.h"
 
 namespace fretwork::kronecker {
 namespace {
@@ -46,19 +46,7 @@ double tolerance(const Case& c, double value, double magnitude) {
   return product * magnitude + rounding * std::abs(value) + 1e-6;
 }
 
-class Strided : public testing::Test {
- protected:
-  void SetUp() override {
-    if (!driver::available()) {
-      GTEST_SKIP() << driver::unavailable_reason();
-    }
-    if (driver::device_info(0).arch < 80) {
-      GTEST_SKIP() << "needs sm_80";
-    }
-    scope_ = std::make_unique<driver::DeviceScope>(0);
-  }
-  std::unique_ptr<driver::DeviceScope> scope_;
-};
+class Strided : public GpuTest {};
 
 MirroredTensor random_tensor(MirroredTensor made, std::mt19937& random) {
   made.randomise(random, std::uniform_real_distribution(-1.0, 1.0));

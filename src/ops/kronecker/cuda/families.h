@@ -138,6 +138,28 @@ inline double moved_bytes(const Problem& p) {
   return batch_bytes(p.sizes, p.batch, p.dtype) + weight_bytes(p.sizes, p.dtype);
 }
 
+/// Where the operands of a product lie, its sizes and its activation, as `few` and `small` are told.
+template <typename Params>
+void fill_operands(const Problem& p, Params& params) {
+  params.x = p.x.data;
+  params.w = p.w.data;
+  params.bias = p.bias.data;
+  params.y = p.y.data;
+  params.x_batch = p.x.batch;
+  params.x_feature = p.x.feature;
+  params.y_batch = p.y.batch;
+  params.y_feature = p.y.feature;
+  params.w_a = p.w.a;
+  params.w_b = p.w.b;
+  params.w_c = p.w.c;
+  params.bias_stride = p.bias.stride;
+  params.batch = narrowed(p.batch);
+  params.b = narrowed(p.sizes.b);
+  params.c = narrowed(p.sizes.c);
+  params.d = narrowed(p.sizes.d);
+  params.activation = static_cast<int>(p.activation);
+}
+
 /// What the generic and the exact fp32 kernels are told of a product, but for where its operands lie.
 ProductParams product_params(const Problem& problem);
 

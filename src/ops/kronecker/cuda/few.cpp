@@ -260,23 +260,8 @@ template <typename AnyTile>
 Params fill(const Problem& p, const AnyTile& tile, std::int64_t rows) {
   const Sizes& s = p.sizes;
   Params params{};
-  params.x = p.x.data;
-  params.w = p.w.data;
-  params.bias = p.bias.data;
-  params.y = p.y.data;
-  params.x_batch = p.x.batch;
-  params.x_feature = p.x.feature;
-  params.y_batch = p.y.batch;
-  params.y_feature = p.y.feature;
-  params.w_a = p.w.a;
-  params.w_b = p.w.b;
-  params.w_c = p.w.c;
+  fill_operands(p, params);
   params.w_d = p.w.d;
-  params.bias_stride = p.bias.stride;
-  params.batch = static_cast<int>(p.batch);
-  params.b = static_cast<int>(s.b);
-  params.c = static_cast<int>(s.c);
-  params.d = static_cast<int>(s.d);
   params.log_l = tile.log_l;
   params.log_k = tile.log_k;
   params.log_j = tile.log_j;
@@ -284,7 +269,6 @@ Params fill(const Problem& p, const AnyTile& tile, std::int64_t rows) {
   params.groups = Divisor(ceil_div(p.batch, rows));
   params.j_tiles = Divisor(ceil_div(s.b, tile.tile_j));
   params.l_tiles = Divisor(ceil_div(s.d, tile.tile_l));
-  params.activation = static_cast<int>(p.activation);
   return params;
 }
 

@@ -220,28 +220,12 @@ void launch(const Problem& p, const Config& config, Context& context) {
   const Tile tile{kTiles[number].rows, kTiles[number].cols, deltas_of(d)};
   const Reading weights = *weights_reading(p), x = *x_reading(p);
   Params params{};
-  params.x = p.x.data;
-  params.w = p.w.data;
-  params.bias = p.bias.data;
-  params.y = p.y.data;
-  params.x_batch = p.x.batch;
-  params.x_feature = p.x.feature;
-  params.y_batch = p.y.batch;
-  params.y_feature = p.y.feature;
-  params.w_a = p.w.a;
-  params.w_b = p.w.b;
-  params.w_c = p.w.c;
-  params.bias_stride = p.bias.stride;
-  params.batch = narrowed(p.batch);
-  params.b = narrowed(b);
-  params.c = narrowed(c);
-  params.d = narrowed(d);
+  fill_operands(p, params);
   params.slices = Divisor(d / tile.deltas);
   params.n_tiles = Divisor(ceil_div(p.batch, std::int64_t{tile.cols}));
   params.j_tiles = Divisor(ceil_div(b, std::int64_t{tile.rows}));
   params.w_access = weights.access;
   params.x_access = x.access;
-  params.activation = static_cast<int>(p.activation);
   params.last = p.y.feature != 1 && p.y.batch == 1;
   params.vector =
       params.last ? is_aligned(p.y.data, {p.y.feature}, kElement, 16)

@@ -20,22 +20,33 @@ std::int64_t most_rows(const Problem& p) {
 /// Whether weights of an output are contiguous; else those of a place in depth are.
 bool along(const Problem& p) { return p.w.c == p.sizes.d; }
 
-/// A few batch rows: weights stream by once, as they lie in memory.
-class FewRows : Work {
+/// A loop that streams one operand by: no weights are packed, and a job has some rows of what streams.
+class Streams : protected Work {
  public:
-  FewRows(const Problem& problem, Context& context)
-      : Work(problem, simd::widened_tiles(problem.dtype), context),
-        across_(!along(problem)),
-        as_is_(!tiles_.widens && problem.x.feature == 1),
-        rows_(
-            even(s_.b, std::clamp<std::int64_t>(kFewElements / (s_.c * s_.d), 4, std::max<std::int64_t>(s_.b, 4)), 4)),
-        lanes_(ceil_div(rows_.each * s_.d, tiles_.lanes) * tiles_.lanes) {}
-
   std::size_t weight_bytes() const { return 0; }
   std::int64_t weight_jobs() const { return 0; }
   void pack_weights(std::int64_t /*job*/, std::byte* /*packed*/) const {}
-
   std::int64_t jobs() const { return s_.a * rows_.pieces(); }
+
+ protected:
+  /// `cols` sums of each row.
+  Streams(const Problem& problem, Context& context, const Split& rows, std::int64_t cols)
+      : Work(problem, simd::widened_tiles(problem.dtype), context),
+        rows_(rows),
+        lanes_(ceil_div(rows_.each * cols, tiles_.lanes) * tiles_.lanes) {}
+
+  Split rows_;
+  std::int64_t lanes_;  ///< of the sums of a job's rows, in whole vectors
+};
+
+/// A few batch rows: weights stream by once, as they lie in memory.
+class FewRows : public Streams {
+ public:
+  FewRows(const Problem& problem, Context& context)
+      : Streams(problem, context, outputs(problem.sizes), problem.sizes.d),
+        across_(!along(problem)),
+        as_is_(!tiles_.widens && problem.x.feature == 1) {}
+
   void multiply(std::int64_t job, std::byte* /*packed*/) const {
     const std::int64_t i = job / rows_.pieces(), j = job % rows_.pieces() * rows_.each;
     const std::int64_t rows = rows_.size(job % rows_.pieces()), cols = rows * s_.d, depth = s_.c * s_.d;
@@ -72,25 +83,21 @@ class FewRows : Work {
   }
 
  private:
+  static Split outputs(const Sizes& s) {
+    return even(s.b, std::clamp<std::int64_t>(kFewElements / (s.c * s.d), 4, std::max<std::int64_t>(s.b, 4)), 4);
+  }
+
   bool across_;
   bool as_is_;  ///< x is read where it is
-  Split rows_;
-  std::int64_t lanes_;
 };
 
 /// A few outputs of a block, with d = 1: x streams by once, as it lies in memory, in the place of the weights.
-class FewOutputs : Work {
+class FewOutputs : public Streams {
  public:
   FewOutputs(const Problem& problem, Context& context)
-      : Work(problem, simd::widened_tiles(problem.dtype), context),
-        rows_(even(problem.batch, std::max<std::int64_t>(kFewElements / s_.c, 16), 4)),
-        lanes_(ceil_div(rows_.each, tiles_.lanes) * tiles_.lanes) {}
+      : Streams(problem, context, even(problem.batch, std::max<std::int64_t>(kFewElements / problem.sizes.c, 16), 4),
+                1) {}
 
-  std::size_t weight_bytes() const { return 0; }
-  std::int64_t weight_jobs() const { return 0; }
-  void pack_weights(std::int64_t /*job*/, std::byte* /*packed*/) const {}
-
-  std::int64_t jobs() const { return s_.a * rows_.pieces(); }
   void multiply(std::int64_t job, std::byte* /*packed*/) const {
     const std::int64_t i = job / rows_.pieces(), first = job % rows_.pieces() * rows_.each;
     const std::int64_t rows = rows_.size(job % rows_.pieces());
@@ -120,10 +127,6 @@ class FewOutputs : Work {
     const Operand to = packing_.at(y(i), first, 0, 0);
     tiles_.store(sums, lanes_, s_.b, rows, {to.data, to.col, to.row}, false);
   }
-
- private:
-  Split rows_;
-  std::int64_t lanes_;
 };
 
 }  // namespace

@@ -383,7 +383,8 @@ void Machine<Acc>::multiply_lines(const Strip& strip, const Acc* scores, std::in
     for (std::int64_t p = 0; p < split.panels(); ++p) {
       product.right = const_cast<Acc*>(lines.data + lines.features * split.first(p));
       product.sums = sums + split.first(p);
-      (lines.apart != 0 ? tiles.multiply_in_place : tiles.multiply)[split.vectors(p) - 1](product);
+      const std::int64_t vectors = split.vectors(p);
+      (lines.apart != 0 ? tiles.multiply_in_place[vectors - 1] : tiles.multiply[vectors - 1])(product);
     }
   }
 }

@@ -40,12 +40,6 @@ __device__ __forceinline__ u32 load_16(const u8* from) {
   asm volatile("ld.global.nc.b16 %0, [%1];" : "=h"(x) : "l"(from));
   return x;
 }
-/// 8 × 8 elements of 16 bits: lane 4i + j has (i, 2j) and (i, 2j + 1), then (2j, i) and (2j + 1, i).
-__device__ __forceinline__ u32 transposed(u32 pair) {
-  u32 x;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(x) : "r"(pair));
-  return x;
-}
 /// One of a pair of biases of a type, 0 < type ≤ 3.
 template <unsigned kType>
 __device__ __forceinline__ float bias_in(u32 pair, int which) {
@@ -301,8 +295,8 @@ struct ScoresByKey {
     for (int j = kFrom / 8; j < (kFrom + kPart) / 8; ++j) {
       u32 pair[2] = {0, 0};
       if constexpr (K::kBias && !K::kWide) {
-        pair[0] = transposed(words[2 * j]);
-        pair[1] = transposed(words[2 * j + 1]);
+        pair[0] = wgmma::transposed_piece(words[2 * j]);
+        pair[1] = wgmma::transposed_piece(words[2 * j + 1]);
       }
       float d[4], x[4] = {s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]};
       begin_two<kScore>(more, x[0], x[kForQueries ? 2 : 1], d[0], d[kForQueries ? 2 : 1]);

@@ -15,6 +15,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from plotting import svg_pyplot
+
 ROOT = Path(__file__).resolve().parent.parent
 Row = dict[str, Any]
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -68,13 +70,7 @@ def labels(rows: list[Row]) -> dict[str, str]:
 
 
 def draw(rows: list[Row], title: str, path: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit("plot_kronecker: matplotlib: expected to be installed (pip install fretwork[plot])") from None
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "fretwork", "svg.fonttype": "none", "font.family": "sans-serif"})
-    from matplotlib import pyplot
+    pyplot = svg_pyplot("plot_kronecker")
 
     by_type = panels(rows)
     figure, axes = pyplot.subplots(

@@ -13,6 +13,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from plotting import svg_pyplot
+
 ROOT = Path(__file__).resolve().parent.parent
 Row = dict[str, Any]
 COLOURS = {"forward": "#1f3b73", "backward": "#ee6677"}
@@ -26,13 +28,7 @@ def size_of(row: Row) -> int:
 
 
 def draw(rows: list[Row], title: str, path: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit("plot_sweep: matplotlib: expected to be installed (pip install fretwork[plot])") from None
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "fretwork", "svg.fonttype": "none", "font.family": "sans-serif"})
-    from matplotlib import pyplot
+    pyplot = svg_pyplot("plot_sweep")
 
     families = list(dict.fromkeys(r["family"] for r in rows))
     figure, axes = pyplot.subplots(
@@ -58,7 +54,7 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
         above.axvline(1.0, color="black", linewidth=0.8)
         below.axhline(1.0, color="black", linewidth=0.8)
         for one in (above.xaxis, below.yaxis):
-            one.set_major_locator(matplotlib.ticker.LogLocator(base=2))
+            one.set_major_locator(pyplot.matplotlib.ticker.LogLocator(base=2))
             one.set_major_formatter("{x:g}")
             one.set_minor_locator(pyplot.NullLocator())
         above.legend(fontsize=7, frameon=False)

@@ -320,6 +320,14 @@ int fretwork_kronecker_plan(const int64_t* patterns, int count, const char* arch
   });
 }
 
+int fretwork_kronecker_dense_wins(const int64_t* patterns, int count, const char* arch, const char* dtype, int bs_last,
+                                  int64_t batch) {
+  return guarded(-1, [&] {
+    const auto chain = kroneckers_of(patterns, count);
+    return fretwork::kronecker::dense_wins(chain, arch, floating_named(dtype), bs_last != 0, batch) ? 1 : 0;
+  });
+}
+
 int fretwork_kronecker_project(const double* dense, int64_t rows, int64_t cols, const int64_t* patterns, int count,
                                double* const* weights, double* error) {
   return guarded(-1, [&] {

@@ -88,6 +88,10 @@ int fretwork_kronecker_butterfly(int64_t n, int64_t* patterns);
  * not. `dtype` is float64, float32, float16 or bfloat16; `batch` is 0 for many rows. */
 int fretwork_kronecker_plan(const int64_t* patterns, int count, const char* arch, const char* dtype, int bs_last,
                             int64_t batch, char* text, size_t size);
+/* 1 where a product with the dense matrix of the whole chain is expected to take clearly less time, 0 where it is not
+ * or nothing is known, −1 with an error. */
+int fretwork_kronecker_dense_wins(const int64_t* patterns, int count, const char* arch, const char* dtype, int bs_last,
+                                  int64_t batch);
 /* The weights whose product is near `dense` (rows × cols, row-major). `patterns` holds `count` times (a, b, c, d) in
  * order of application, weights[n] has room for a·b·c·d of pattern n. */
 int fretwork_kronecker_project(const double* dense, int64_t rows, int64_t cols, const int64_t* patterns, int count,

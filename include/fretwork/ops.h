@@ -114,6 +114,11 @@ namespace kronecker {
 std::vector<std::string> plan(std::span<const KroneckerPtr> patterns, const std::string& arch, DType dtype = DType::f16,
                               bool last = false, std::int64_t batch = 0);
 
+/// Whether a product with the dense matrix of the whole chain, if it is there, is expected to take clearly less time on
+/// a GPU than ksmm_chain, by the cost model. False where the model knows nothing: on a CPU, and of 32 and 64 bits.
+bool dense_wins(std::span<const KroneckerPtr> patterns, const std::string& arch, DType dtype, bool last,
+                std::int64_t batch);
+
 /// w (a,b,c,d) as a matrix (a·b·d, a·c·d), and back. from_dense gives the place (row·columns + column) of the first
 /// non-zero that the pattern does not hold, or −1, in *outside: on a GPU, where it is device memory, when the stream
 /// gets there.

@@ -83,6 +83,10 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
         ctypes.c_int,
         [_INT64S, ctypes.c_int, *[ctypes.c_char_p] * 2, ctypes.c_int, ctypes.c_int64, ctypes.c_char_p, ctypes.c_size_t],
     ),
+    "kronecker_dense_wins": (
+        ctypes.c_int,
+        [_INT64S, ctypes.c_int, *[ctypes.c_char_p] * 2, ctypes.c_int, ctypes.c_int64],
+    ),
     "kernel_compile": (ctypes.c_int, [ctypes.c_char_p] * 3 + [_INT64S]),
     "kernel_load": (ctypes.c_void_p, [ctypes.c_char_p] * 2 + [ctypes.c_int]),
     "kernel_launch": (

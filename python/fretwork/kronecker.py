@@ -4,6 +4,7 @@ Lists of patterns and weights are in order of application: the first stands righ
 """
 
 import ctypes
+import functools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -22,7 +23,7 @@ from fretwork._torch.torch_baselines import BASELINES
 from fretwork.patterns import KroneckerPattern
 from fretwork.patterns.kronecker import butterfly, kronecker_patterns, monarch, projected
 
-__all__ = ["butterfly", "from_dense", "ksmm", "ksmm_chain", "monarch", "plan", "project", "to_dense"]
+__all__ = ["butterfly", "dense_wins", "from_dense", "ksmm", "ksmm_chain", "monarch", "plan", "project", "to_dense"]
 
 ALGOS = ("kernel", *BASELINES, "auto")
 # "auto" is the kernel: each baseline moves x, w or y more than once, and "dense" writes its matrix at every call, so
@@ -262,11 +263,10 @@ def plan(
         raise ValueError("plan: patterns: expected at least one, got none")
     if not isinstance(arch, str):
         raise TypeError(f"plan: arch: expected a str, got {type(arch).__name__}")
-    numbers = int64s([n for p in chain for n in p.weight_shape])
     room = ctypes.create_string_buffer(64 * len(chain) + 1)
     name = str(dtype).removeprefix("torch.").encode()
     status = core().fretwork_kronecker_plan(
-        numbers,
+        _sizes(chain),
         len(chain),
         arch.encode(),
         name,
@@ -278,3 +278,28 @@ def plan(
     if status < 0:
         raise ValueError(last_error())
     return room.value.decode()
+
+
+@functools.lru_cache(maxsize=4096)
+def dense_wins(patterns: tuple[KroneckerPattern, ...], arch: str, dtype: torch.dtype, bs_last: bool, rows: int) -> bool:
+    """Whether a product with the dense matrix of the chain is expected to take clearly less time than `ksmm_chain`.
+
+    By the cost model that chooses kernels; False where it knows nothing: on a CPU, of fp32 and of float64.
+
+    >>> import torch, fretwork as fw
+    >>> fw.kronecker.dense_wins((fw.KroneckerPattern(1, 768, 1024, 3),), "sm_90a", torch.float16, False, 1000)
+    True
+    >>> fw.kronecker.dense_wins((fw.KroneckerPattern(64, 64, 64, 1),), "sm_90a", torch.float16, False, 1000)
+    False
+    """
+    name = str(dtype).removeprefix("torch.").encode()
+    wins = core().fretwork_kronecker_dense_wins(
+        _sizes(patterns), len(patterns), arch.encode(), name, flag("dense_wins", "bs_last", bs_last), rows
+    )
+    if wins < 0:
+        raise ValueError(last_error())
+    return wins == 1
+
+
+def _sizes(patterns: Sequence[KroneckerPattern]) -> ctypes.Array[ctypes.c_int64]:
+    return int64s([n for p in patterns for n in p.weight_shape])

@@ -253,3 +253,62 @@ def test_the_original_layer(device):
         layer = ksmm.KSLinear(PATTERNS, None, False, algo, torch.float32, True, str(device))
         x = torch.randn(30, 2, 5, device=device)
         assert_close(layer(x), torch.einsum("oi,inm->onm", product(layer), x.cpu().double()), torch.float32)
+
+
+def test_dense_wins_where_the_rows_say_so():
+    """Of one block with three offsets dense was clearly faster when measured, of Monarch's factors clearly slower."""
+
+    def wins(patterns, rows, arch="sm_90a", dtype=torch.float16):
+        chain = tuple(fw.KroneckerPattern(*p) for p in patterns)
+        return fw.kronecker.dense_wins(chain, arch, dtype, False, rows)
+
+    assert wins([(1, 768, 1024, 3)], 1000) and wins([(1, 1024, 1024, 3)], 384, dtype=torch.bfloat16)
+    assert not wins([(64, 64, 64, 1)], 4096) and not wins([(64, 64, 64, 1), (1, 64, 64, 64)], 4096)
+    assert not wins([(1, 768, 1024, 3)], 1000, arch="cpu") and not wins([(1, 768, 1024, 3)], 1000, dtype=torch.float32)
+    assert not wins([(1, 768, 1024, 3)], 0)
+    with pytest.raises(ValueError, match=r"^plan: arch: expected cpu, a GPU .*, got tpu"):
+        wins([(1, 4, 4, 1)], 5, arch="tpu")
+
+
+@pytest.fixture
+def dense_always_wins(monkeypatch, device):
+    if device.type != "cuda":
+        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    monkeypatch.setattr("fretwork.nn.ks_linear.dense_wins", lambda *_: True)
+
+
+@pytest.mark.parametrize("bs_last", [False, True], ids=["first", "last"])
+@pytest.mark.usefixtures("dense_always_wins")
+def test_cached_dense_matrix(bs_last, device):
+    layer = fw.nn.KSLinear(PATTERNS, bs_last=bs_last, device=device, cache_dense=True)
+    plain = fw.nn.KSLinear(PATTERNS, list(layer.weights), bs_last=bs_last, device=device)
+    plain.bias = layer.bias
+    x = torch.randn(30, 7, device=device) if bs_last else torch.randn(2, 7, 30, device=device)
+    assert "cache_dense=True" in repr(layer) and "cache_dense" not in repr(plain)
+    assert layer(x).requires_grad and layer._dense is None  # in training
+    layer.eval()
+    assert layer(x).requires_grad and layer._dense is None  # gradients of the weights are recorded
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), plain(x))
+        kept = layer._dense[1]
+        layer(x)
+        assert layer._dense[1] is kept
+        layer.weights[0].mul_(2)
+        torch.testing.assert_close(layer(x), plain(x))  # which has the same parameter
+        assert layer._dense[1] is not kept
+        assert copy.deepcopy(layer)._dense is None and layer.double()._dense is None
+        torch.testing.assert_close(layer(x.double()), plain.double()(x.double()))
+        layer.train()
+        assert layer._dense is None
+    layer.eval().requires_grad_(False)
+    x = x.double().requires_grad_()
+    got, want = (torch.autograd.grad(one(x).square().sum(), x)[0] for one in (layer, plain))
+    torch.testing.assert_close(got, want)
+    assert layer._dense is not None
+
+
+def test_cached_dense_matrix_is_for_our_kernels():
+    with pytest.raises(ValueError, match=r"^KSLinear: cache_dense: expected False with the algo bmm, got True"):
+        fw.nn.KSLinear(PATTERNS, algo="bmm", cache_dense=True)
+    with pytest.raises(TypeError, match=r"^KSLinear: cache_dense: expected"):
+        fw.nn.KSLinear(PATTERNS, cache_dense="yes")

@@ -3,8 +3,10 @@
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fretwork._checks import flag
@@ -13,7 +15,7 @@ from fretwork._torch.differentiable import called_plainly
 from fretwork._torch.kronecker import ksmm_chain_plainly
 from fretwork._torch.private import held, listed
 from fretwork._torch.torch_baselines import BASELINES
-from fretwork.kronecker import ALGOS, OURS, ksmm_chain, plan, project, to_dense
+from fretwork.kronecker import ALGOS, OURS, dense_wins, ksmm_chain, plan, project, to_dense
 from fretwork.nn._structure import Structured
 from fretwork.nn.hooks import always_called
 from fretwork.patterns import KroneckerPattern
@@ -29,6 +31,11 @@ class KSLinear(Structured):
     for `torch.nn.Linear`, and with `bs_last` for features that come first, x (in_features, …). `algo` is that of
     `fw.ksmm`. `weights` given at the start are taken as they are, and dtype and device follow them. The patterns travel
     in the state_dict's metadata, and weights of others are refused.
+
+    With `cache_dense` the layer keeps its dense matrix at inference and multiplies with it where the cost model expects
+    that to be clearly faster (`fw.kronecker.dense_wins`): 16-bit layers on a GPU, in `eval()` mode, where no gradient
+    of the weights is recorded. The matrix takes out · in elements. `train()`, `eval()`, moving the layer and in-place
+    changes of its weights drop it; a change through `weight.data` is not seen before one of these.
 
     >>> import torch, fretwork as fw
     >>> layer = fw.nn.KSLinear([(6, 4, 5, 1), (1, 8, 6, 4)])
@@ -53,6 +60,7 @@ class KSLinear(Structured):
         dtype: torch.dtype | None = None,
         bs_last: bool = False,
         device: torch.device | str | None = None,
+        cache_dense: bool = False,
     ) -> None:
         super().__init__()
         always_called(self)
@@ -64,6 +72,10 @@ class KSLinear(Structured):
         if dtype is not None and dtype not in FLOATING:
             raise ValueError(f"KSLinear: dtype: expected float64, float32, float16 or bfloat16, got {dtype}")
         self.algo, self.bs_last = algo, flag("KSLinear", "bs_last", bs_last)
+        self.cache_dense = flag("KSLinear", "cache_dense", cache_dense)
+        if self.cache_dense and algo not in OURS:
+            raise ValueError(f"KSLinear: cache_dense: expected False with the algo {algo}, got True")
+        self._dense: tuple[list[tuple[int, int]], Tensor] | None = None
         if weights is None:
             shapes = [p.weight_shape for p in self.patterns]
             self.weights = nn.ParameterList(torch.empty(shape, device=device, dtype=dtype) for shape in shapes)
@@ -156,6 +168,8 @@ class KSLinear(Structured):
         if not short or not called_plainly((x, bias, *weights)):
             self._check(x, weights[0])
             return ksmm_chain(x, weights, self.bs_last, bias, algo=self.algo)
+        if self.cache_dense and self._dense_wins(x, weights):
+            return self._dense_product(x, weights, bias)
         try:
             rows = x if rank == 2 else x.flatten(0, -2)
             y = ksmm_chain_plainly(rows, weights, bias, "none", self.bs_last, torch_precision())
@@ -163,6 +177,38 @@ class KSLinear(Structured):
             self._check(x, weights[0])  # says what is wrong in the layer's words
             raise
         return y if rank == 2 else y.reshape(*x.shape[:-1], self.out_features)
+
+    def _dense_wins(self, x: Tensor, weights: list[Tensor]) -> bool:
+        first = weights[0]
+        if self.training or not first.is_cuda or x.device != first.device or x.dtype is not first.dtype:
+            return False
+        if x.shape[0 if self.bs_last else -1] != self.in_features or any(w.is_inference() for w in weights):
+            return False  # inference tensors count no changes
+        if torch.is_grad_enabled() and any(w.requires_grad for w in weights):
+            return False
+        rows = x.numel() // self.in_features if self.in_features else 0
+        return dense_wins(tuple(self.patterns), f"cuda:{first.device.index}", first.dtype, self.bs_last, rows)
+
+    def _dense_product(self, x: Tensor, weights: list[Tensor], bias: Tensor | None) -> Tensor:
+        state = [(w.data_ptr(), w._version) for w in weights]
+        if self._dense is None or self._dense[0] != state:
+            with torch.no_grad():
+                self._dense = state, self.to_dense()
+        dense = self._dense[1]
+        if not self.bs_last:
+            return F.linear(x, dense, bias)
+        return dense @ x if bias is None else torch.addmm(bias[:, None], dense, x)
+
+    def train(self, mode: bool = True) -> "KSLinear":
+        self._dense = None
+        return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "KSLinear":
+        self._dense = None
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_dense": None}  # copies and files hold the factors only
 
     def _check(self, x: Tensor, weight: Tensor) -> None:
         check_tensor("KSLinear", "x", x)
@@ -181,7 +227,9 @@ class KSLinear(Structured):
         patterns = ", ".join(str(p.weight_shape) for p in self.patterns)
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, patterns=[{patterns}], "
-            f"bias={self.bias is not None}, algo={self.algo}" + (", bs_last=True" if self.bs_last else "")
+            f"bias={self.bias is not None}, algo={self.algo}"
+            + (", bs_last=True" if self.bs_last else "")
+            + (", cache_dense=True" if self.cache_dense else "")
         )
 
     def __repr__(self) -> str:

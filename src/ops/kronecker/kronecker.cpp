@@ -13,6 +13,7 @@
 #include "ops/kronecker/cuda/families.h"
 #include "ops/kronecker/problem.h"
 #include "pattern/checks.h"
+#include "runtime/cost.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 
@@ -266,6 +267,15 @@ std::string kernel_of(const Problem& problem, const std::optional<Machine>& mach
   return std::string(columns_of(cheapest<Config>(candidates).config).kernel);
 }
 
+/// Factors of a chain with contiguous operands.
+std::vector<Problem> contiguous(std::span<const KroneckerPtr> patterns, std::int64_t batch, DType dtype, bool last) {
+  std::vector<Problem> factors;
+  for (const KroneckerPtr& pattern : patterns) {
+    factors.push_back(contiguous(pattern->sizes(), batch, dtype, last));
+  }
+  return factors;
+}
+
 void check_chain(std::span<const KroneckerPtr> patterns) {
   for (std::size_t n = 0; n < patterns.size(); ++n) {
     const std::string name = "patterns[" + std::to_string(n) + "]";
@@ -291,10 +301,7 @@ std::vector<std::string> plan(std::span<const KroneckerPtr> patterns, const std:
   }
   const std::string named = named_arch(arch);
   const auto machine = named == "cpu" ? std::nullopt : std::optional(typical_machine(named));
-  std::vector<Problem> factors;
-  for (const KroneckerPtr& pattern : patterns) {
-    factors.push_back(contiguous(pattern->sizes(), batch > 0 ? batch : kMany, dtype, last));
-  }
+  const std::vector<Problem> factors = contiguous(patterns, batch > 0 ? batch : kMany, dtype, last);
   std::vector<std::string> lines;
   std::size_t first = 0;
   for (const std::size_t end : steps(factors, machine)) {
@@ -309,6 +316,33 @@ std::vector<std::string> plan(std::span<const KroneckerPtr> patterns, const std:
     first = end;
   }
   return lines;
+}
+
+bool dense_wins(std::span<const KroneckerPtr> patterns, const std::string& arch, DType dtype, bool last,
+                std::int64_t batch) {
+  // Costs are off by a tenth or so, and a dense matrix takes memory: it has to be clearly faster.
+  constexpr double kMargin = 1.1;
+  // A fused pair of factors is bound by memory: 4096 features took 1.25 times a copy of x.
+  constexpr double kFused = 1.25;
+  check_chain(patterns);
+  const std::string named = named_arch(arch);
+  if (named == "cpu" || size_of(dtype) != 2 || batch <= 0 || patterns.empty()) {
+    return false;  // nothing is known there
+  }
+  const Machine machine = typical_machine(named);
+  const std::vector<Problem> factors = contiguous(patterns, batch, dtype, last);
+  double sparse = cost::kLaunch - cost::kNextLaunch;
+  std::size_t first = 0;
+  for (const std::size_t end : steps(factors, machine)) {
+    const auto moved = static_cast<double>(2 * batch * (patterns[first]->cols() + patterns[end - 1]->rows()));
+    sparse += cost::kNextLaunch;
+    sparse += end - first > 1
+                  ? cost::kRamp + kFused * moved / cost::kMemory
+                  : cheapest<Config>(cuda::candidates(factors[first], machine)).microseconds - cost::kLaunch;
+    first = end;
+  }
+  const auto out = static_cast<double>(patterns.back()->rows()), in = static_cast<double>(patterns.front()->cols());
+  return sparse > kMargin * cost::dense_product(out, static_cast<double>(batch), in, machine.multiprocessors);
 }
 
 }  // namespace kronecker

@@ -11,12 +11,13 @@ namespace fretwork {
 inline constexpr u32 kPieceBytes = 8192;
 
 /// Sums of a warpgroup (kAt … kAt + 31 of a thread: 64 × 64) to 8 KB of shared memory as the copy engine swizzles rows
-/// of 128 bytes: rows first, or columns first.
+/// of 128 bytes: rows first, or columns first. The last of a tile may have 32 columns.
 template <typename T, bool kTransposed, int kAt, int kSize>
 __device__ __forceinline__ void store_piece(const float (&d)[kSize], u32 to) {
+  constexpr int kEights = kSize - kAt < 32 ? (kSize - kAt) / 4 : 8;  // of columns
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
 #pragma unroll
-  for (int j = 0; j < 8; j += 2) {
+  for (int j = 0; j < kEights; j += 2) {
     const int at = kAt + 4 * j;
     const u32 a = narrow_pair<T>(d[at], d[at + 1]), b = narrow_pair<T>(d[at + 2], d[at + 3]);
     const u32 c = narrow_pair<T>(d[at + 4], d[at + 5]), e = narrow_pair<T>(d[at + 6], d[at + 7]);

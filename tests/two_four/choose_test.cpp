@@ -30,12 +30,7 @@ Problem along_n(Problem p) {
   return p;
 }
 
-/// Of an H200: of clusters of four some parts of the chip have one less.
-int count_clusters(const Config& config) { return config.split == 4 ? 30 : 132 / config.split; }
-
-const KernelFamily* family_of(const Problem& p, const Machine& machine = {}) {
-  return choose(p, machine, count_clusters).family;
-}
+const KernelFamily* family_of(const Problem& p, const Machine& machine = {}) { return choose(p, machine).family; }
 
 TEST(TwoFourChoose, TheFamilyThatWasFastest) {
   for (const Index n : {1, 8}) {
@@ -62,7 +57,7 @@ TEST(TwoFourChoose, OtherGpus) {
   EXPECT_EQ(family_of(linear(4096, 4096, 16), ampere), &kSmallNCpAsync);
   EXPECT_EQ(family_of(along_n(linear(4096, 4096, 64)), ampere), &kSmallNCpAsync);
   EXPECT_EQ(family_of(linear(4096, 4096, 65), ampere), &kPortable);
-  EXPECT_EQ(choose(linear(4096, 4096, 16), ampere, count_clusters).split, 1);  // there are no clusters
+  EXPECT_EQ(choose(linear(4096, 4096, 16), ampere).split, 1);  // there are no clusters
   const Machine turing{.arch = 75, .multiprocessors = 68, .shared_bytes = 64 * 1024, .hopper = false};
   EXPECT_EQ(family_of(linear(4096, 4096, 16), turing), &kGeneric);
   const Machine ada{.arch = 89, .multiprocessors = 128, .shared_bytes = 99 * 1024, .hopper = false};
@@ -73,7 +68,7 @@ TEST(TwoFourChoose, OtherGpus) {
 TEST(TwoFourChoose, TmaGemmIsWhatWasFastest) {
   const auto chosen = [](Index m, Index k, Index n, bool b_along_k) {
     const Problem p = linear(m, k, n);
-    return choose(kTmaGemm, b_along_k ? p : along_n(p), {}, count_clusters).text();
+    return choose(kTmaGemm, b_along_k ? p : along_n(p), {}).text();
   };
   const auto width = [](int columns, int split = 1, int pair = 1) {
     return Config{.family = &kTmaGemm, .columns = columns, .split = split, .pair = pair}.text();
@@ -117,33 +112,6 @@ TEST(TwoFourChoose, CostsAreMicroseconds) {
     ASSERT_TRUE(found != all.end()) << row.family->name;
     EXPECT_NEAR(found->microseconds / row.microseconds, 1.0, 0.25)
         << row.family->name << ' ' << row.m << "×" << row.k << "×" << row.n << ": " << found->microseconds;
-  }
-}
-
-/// What is listed bounds what a configuration costs when its clusters were counted, so that the cheapest is found.
-TEST(TwoFourChoose, TheCheapestOfAll) {
-  std::mt19937 random(3);
-  const auto below = [&](Index n) { return static_cast<Index>(random() % static_cast<unsigned>(n)); };
-  for (int n = 0; n < 500; ++n) {
-    Problem p = linear(64 * (1 + below(200)), 128 * (1 + below(100)), 1 + below(64));
-    p = below(4) == 0 ? along_n(p) : p;
-    for (const KernelFamily* family : {&kSmallNTma, &kSmallNCpAsync, &kTmaGemm}) {
-      if (!family->fits(p, {})) {
-        continue;
-      }
-      Candidates list;
-      family->list(p, {}, list);
-      std::vector<Candidate> counted;
-      for (const Candidate& candidate : list.all()) {
-        const double cost = candidate.config.split == 1
-                                ? candidate.microseconds
-                                : family->cost(p, candidate.config, {}, count_clusters(candidate.config));
-        EXPECT_GE(cost, candidate.microseconds * (1 - 1e-12)) << candidate.config.text();
-        counted.push_back({candidate.config, cost});
-      }
-      const auto best = std::ranges::min_element(counted, {}, &Candidate::microseconds);
-      EXPECT_EQ(choose(*family, p, {}, count_clusters).text(), best->config.text());
-    }
   }
 }
 

@@ -1,14 +1,16 @@
-// Host side of the kernels for up to 64 columns. small_n_registers: few columns and small weights on Hopper.
+// Host side of the kernels for few columns. small_n_registers: few columns and small weights on Hopper.
 // small_n_tma: whole tiles on Hopper. small_n_cp_async: from sm_80 on.
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <iterator>
 #include <limits>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/divide.h"
@@ -144,39 +146,45 @@ void launch(const Problem& p, const Config& config, const Machine& /*machine*/, 
 }  // namespace
 }  // namespace small_n_registers
 
-const KernelFamily kSmallNRegisters{
-    "small_n_registers", small_n_registers::fits, small_n_registers::list, nullptr, nullptr, small_n_registers::launch};
+const KernelFamily kSmallNRegisters{"small_n_registers", small_n_registers::fits, small_n_registers::list,
+                                    small_n_registers::launch};
 
 // ------------------------------------------------------------------------------------------------- small_n_tma
 
 namespace small_n_tma {
 namespace {
 
-constexpr std::array kColumns = {16, 32, 64};
+constexpr std::array kColumns = {16, 32, 64, 96, 128, 192, 256};
 constexpr std::array kGroups = {1, 2};
-static_assert(shared_bytes(64, 2) + 256 <= 227 << 10 && stages(64, 2) > 3);
+static_assert(stages(16, 1, 1) <= kMostStages && stages(128, 2, 1) > 3);
+static_assert(sums_bytes(256, 2) <= stages(256, 2, 1) * stage_bytes(256, 2));
+/// Wide tiles of few rows would fetch b too often.
+constexpr bool has_kernel(int columns, int groups) { return groups == 2 || columns <= 128; }
 
 KernelSpec spec(DType dtype, int columns, int groups) {
-  return instance("small_n_tma", dtype, {columns, groups}, shared_bytes(columns, groups));
+  return instance("small_n_tma", dtype, {columns, groups}, shared_bytes(columns, groups, stages(columns, groups, 1)));
 }
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
-  for (std::size_t n = 0; n < 12 && arch == "sm_90a"; ++n) {
-    list.push_back(spec(kHalfTypes[n / 6], kColumns[n / 2 % 3], kGroups[n % 2]));
+  for (const DType dtype : kHalfTypes) {
+    for (std::size_t n = 0; n < 2 * kColumns.size() && arch == "sm_90a"; ++n) {
+      if (has_kernel(kColumns[n / 2], kGroups[n % 2])) {
+        list.push_back(spec(dtype, kColumns[n / 2], kGroups[n % 2]));
+      }
+    }
   }
   return list;
 }
 const KernelList kKernels{"two_four", list_kernels};
-constinit KernelTable<12> kernels;
+constinit KernelTable<4 * kColumns.size()> kernels;
 
-int columns_of(const Problem& p) { return *std::ranges::lower_bound(kColumns, static_cast<int>(p.n)); }
 /// Warpgroups of a CTA, with 64 rows each.
 int groups_of(const Config& config) { return config.rows / rows(1); }
 
-const Kernel& kernel(const Problem& p, int groups, int device) {
-  const int columns = columns_of(p);
-  const std::size_t number = (place_in(kHalfTypes, p.dtype) * 3 + place_in(kColumns, columns)) * 2;
-  return kernels.get(number + place_in(kGroups, groups), device, [&] { return spec(p.dtype, columns, groups); });
+const Kernel& kernel(const Problem& p, const Config& config, int device) {
+  const std::size_t number = place_in(kHalfTypes, p.dtype) * kColumns.size() + place_in(kColumns, config.columns);
+  return kernels.get(2 * number + place_in(kGroups, groups_of(config)), device,
+                     [&] { return spec(p.dtype, config.columns, groups_of(config)); });
 }
 
 struct Views {
@@ -189,53 +197,68 @@ struct Views {
 };
 
 bool fits(const Problem& p, const Machine& machine) {
+  constexpr std::int64_t kMostColumns = 4096;
   const bool result = p.c.row == 1 && is_aligned(p.c.data, 4) && (p.n == 1 || p.c.col % 2 == 0);
-  return is_half_linear(p, machine, kColumns.back()) && p.m % rows(1) == 0 && result &&
-         p.m / rows(p.m % rows(2) == 0 ? 2 : 1) <= machine.multiprocessors && Views(p).all();
+  return is_half_linear(p, machine, kMostColumns) && p.m % rows(1) == 0 && result && Views(p).all();
 }
 
+std::int64_t tiles_of(const Problem& p, const Config& config) {
+  return p.m / config.rows * ceil_div(p.n, config.columns);
+}
+/// Tiles share the columns evenly.
+std::int64_t columns_of(const Problem& p, const Config& config) {
+  return ceil_div(ceil_div(p.n, ceil_div(p.n, config.columns)), 8) * 8;
+}
+int ctas_of(const Config& config) { return config.stages == stages(config.columns, groups_of(config), 1) ? 1 : 2; }
+
 /// Memory gives the sparse operand, L2 that and b to all CTAs, each of which has a port to it, and a CTA's sums go to
-/// others. The rates chose best among all configurations of 39 products, 1024² to 14336 × 4096; their scale and the
-/// first bytes' latency are those of 512² to 8192² with 1 to 64 columns, within 7%.
-double cost(const Problem& p, const Config& config, const Machine& /*machine*/, std::int64_t clusters) {
+/// others.
+double cost(const Problem& p, const Config& config, const Machine& machine) {
   constexpr double kMemory = 3.3e6, kL2 = 13.75e6, kPort = 0.11e6, kSums = 0.0825e6;  // bytes per microsecond
   constexpr double kMeet = 1.0 / 275, kFirstBytes = 1.6;
-  if (p.m / config.rows > clusters) {
-    return std::numeric_limits<double>::infinity();  // all must run at once
-  }
-  const double ctas = static_cast<double>(p.m / config.rows * config.split);
+  const auto tiles = static_cast<double>(tiles_of(p, config)), columns = static_cast<double>(columns_of(p, config));
+  const double waves = std::ceil(tiles / (machine.clusters(config.split) * ctas_of(config)));
   const double steps = static_cast<double>(ceil_div(p.k / kDepth, config.split));
-  const double sparse = config.rows * (kDepth + kDepth / 8), b = double(p.n) * kDepth * 2;
-  const double all = double(p.k / kDepth) / config.split * ctas, own = steps * (sparse + b) / kPort;
-  const double sums = 4.0 * config.rows * columns_of(p) / kSums + kMeet * config.split;
-  const cost::Work work{.memory = all * sparse / kMemory,
+  const double sparse = config.rows * (kDepth + kDepth / 8), b = columns * kDepth * 2;
+  const double all = double(p.k / kDepth) * tiles, own = waves * ctas_of(config) * steps * (sparse + b) / kPort;
+  const double sums = 4.0 * config.rows * config.columns / kSums + kMeet * config.split;
+  const cost::Work work{.memory = sparse_bytes(p) / kMemory,
                         .l2 = all * (sparse + b) / kL2,
                         .busiest = own,
-                        .serial = kFirstBytes + own / 4 + sums};
+                        .serial = waves * (kFirstBytes + sums) + own / 4};
   return work.microseconds();
 }
 
 void list(const Problem& p, const Machine& machine, Candidates& list) {
-  for (const int groups : kGroups) {
-    for (int split = 1; split <= kMostSplit; ++split) {
-      const Config config{.family = &kSmallNTma, .rows = rows(groups), .split = split};
-      if (p.m % config.rows == 0 && p.k / kDepth >= split) {
-        list.add(config, cost(p, config, machine, machine.multiprocessors / split));
+  constexpr std::int64_t kMostWaves = 4;
+  std::int64_t last = 0;  // tiles side by side of the width before: one that has as many gains nothing
+  for (const int columns : kColumns) {
+    const std::int64_t side = ceil_div(p.n, columns);
+    if (std::exchange(last, side) == side || (columns < 64 && side > 2)) {
+      continue;
+    }
+    for (int n = 0; n < 4 * kMostSplit; ++n) {
+      const int groups = kGroups[static_cast<std::size_t>(n % 2)], ctas = 1 + n / 2 % 2, split = 1 + n / 4;
+      if (!has_kernel(columns, groups)) {
+        continue;
+      }
+      const Config config{.family = &kSmallNTma,
+                          .rows = rows(groups),
+                          .columns = columns,
+                          .split = split,
+                          .stages = stages(columns, groups, ctas)};
+      const bool fits =
+          p.m % config.rows == 0 && p.k / kDepth >= split && (ctas == 1 || (groups == 1 && config.stages > 1));
+      if (fits && tiles_of(p, config) * split <= kMostWaves * machine.multiprocessors) {
+        list.add(config, cost(p, config, machine));
       }
     }
   }
 }
 
-int clusters(const Problem& p, const Config& config, int device) {
-  const int groups = groups_of(config);
-  return kernel(p, groups, device)
-      .resident_clusters(config.split, threads(groups), shared_bytes(columns_of(p), groups));
-}
-
 void share(Params& params, int steps, int units, int split) {
   params.split = split;
   params.slots = (units + split - 1) / split;
-  params.inverse = ((1u << 31) + static_cast<unsigned>(split) - 1) / static_cast<unsigned>(split);
   for (int rank = 0; rank <= split; ++rank) {
     params.first_step[rank] = static_cast<int>(std::int64_t{rank} * steps / split);
     params.first_unit[rank] = rank * units / split;
@@ -244,8 +267,9 @@ void share(Params& params, int steps, int units, int split) {
 
 void launch(const Problem& p, const Config& config, const Machine& /*machine*/, Context& context) {
   const Views views(p);
-  const int columns = columns_of(p), groups = groups_of(config);
+  const int groups = groups_of(config);
   const auto tile = static_cast<std::uint32_t>(config.rows);
+  const std::int64_t columns = columns_of(p, config);
   Params params{};
   params.values = views.values->map(kDepth / 2, tile);
   params.words = views.words->map(64, tile);
@@ -256,17 +280,19 @@ void launch(const Problem& p, const Config& config, const Machine& /*machine*/, 
   params.bias_stride = p.bias.stride;
   params.activation = static_cast<int>(p.activation);
   params.n = static_cast<int>(p.n);
-  share(params, static_cast<int>(p.k / kDepth), units(columns, groups), config.split);
-  kernel(p, groups, context.device.index)
-      .launch_clusters(p.m / tile * config.split, config.split, threads(groups), shared_bytes(columns, groups), &params,
-                       context.stream, true);
+  params.columns = static_cast<int>(columns);
+  params.col_tiles = Divisor(ceil_div(p.n, config.columns));
+  params.stages = config.stages;
+  share(params, static_cast<int>(p.k / kDepth), units(config.columns, groups), config.split);
+  kernel(p, config, context.device.index)
+      .launch_clusters(tiles_of(p, config) * config.split, config.split, threads(groups),
+                       shared_bytes(config.columns, groups, config.stages), &params, context.stream, true);
 }
 
 }  // namespace
 }  // namespace small_n_tma
 
-const KernelFamily kSmallNTma{"small_n_tma",     small_n_tma::fits,     small_n_tma::list,
-                              small_n_tma::cost, small_n_tma::clusters, small_n_tma::launch};
+const KernelFamily kSmallNTma{"small_n_tma", small_n_tma::fits, small_n_tma::list, small_n_tma::launch};
 
 // -------------------------------------------------------------------------------------------- small_n_cp_async
 
@@ -363,21 +389,17 @@ bool fits(const Problem& p, const Machine& machine) {
 /// Memory gives the sparse operand, L2 that and b, to all CTAs that run at once; a multiprocessor has its own ports to
 /// both and to its shared memory, and its tensor cores. The proportions of the rates took the best of all
 /// configurations of 4096² with 1 to 32 columns, or one within 2%; their scale is that of 512² to 8192² with 1 to 16. A
-/// wave is as long as a full one; with clusters that were not counted, all bytes count once.
-double cost(const Problem& p, const Tiling& tiling, const Config& config, const Machine& machine,
-            std::int64_t clusters) {
+/// wave is as long as a full one.
+double cost(const Problem& p, const Tiling& tiling, const Config& config, const Machine& machine) {
   constexpr double kMemory = 2.76e6, kL2 = 3.84e6, kPort = 28.8e3, kShared = 153.6e3, kRemote = 38.4e3;
   constexpr double kColumn = 22.0 / 1200, kStage = 1.0 / 3, kStart = 5.0 / 3, kMeet = 0.5, kMeetEach = 0.125;
   constexpr double kManyColumns = 1.25, kGather = 2.0;
   const int columns = tiling.columns, log = log_rows(config), parts = parts_of(log);
-  const bool counted = config.split == 1 || clusters > 0;
-  const std::int64_t resident = config.split == 1
-                                    ? machine.multiprocessors
-                                    : config.split * (counted ? clusters : machine.multiprocessors / config.split);
+  const std::int64_t resident = std::int64_t{config.split} * machine.clusters(config.split);
   const std::int64_t ctas = ceil_div(p.m, config.rows) * config.split;
   const std::int64_t waves = ceil_div(ctas, resident);
   const auto stages = static_cast<double>(ceil_div(ceil_div(tiling.blocks, parts), config.split));  // of a CTA
-  const double fetched = stages * static_cast<double>(counted ? waves * std::min(ctas, resident) : ctas);
+  const double fetched = stages * static_cast<double>(waves * std::min(ctas, resident));
   const double sparse = kWarps * (kValueBytes + kRows * kBlockRuns * tiling.operand.run_words());
   const double b = double(parts) * kBlockRuns * kRunBytes * double(p.n * p.batch);
   const double shared = 2 * sparse + b + double(kWarps) * kBlockRuns * kRunBytes * columns;
@@ -390,10 +412,6 @@ double cost(const Problem& p, const Tiling& tiling, const Config& config, const 
                         .busiest = slower * static_cast<double>(waves) * stages * stage,
                         .serial = slower * (static_cast<double>(waves) * kStart + meet)};
   return work.microseconds();
-}
-
-double cost(const Problem& p, const Config& config, const Machine& machine, std::int64_t clusters) {
-  return cost(p, Tiling(p), config, machine, clusters);
 }
 
 void list(const Problem& p, const Machine& machine, Candidates& list) {
@@ -409,15 +427,10 @@ void list(const Problem& p, const Machine& machine, Candidates& list) {
                           .split = split,
                           .stages = stages[static_cast<std::size_t>(log)]};
       if (config.stages > 0 && (split == 1 || ceil_div(tiling.blocks, parts_of(log)) >= split)) {
-        list.add(config, cost(p, tiling, config, machine, 0));
+        list.add(config, cost(p, tiling, config, machine));
       }
     }
   }
-}
-
-int clusters(const Problem& p, const Config& config, int device) {
-  return kernel(Tiling(p), device)
-      .resident_clusters(config.split, kThreads, fretwork::cuda::device_info(device).shared_per_block);
 }
 
 /// Bytes from column to column of b, over all batches, if it lies along k in words of four bytes; else 0.
@@ -484,7 +497,7 @@ void launch(const Problem& p, const Config& config, const Machine& machine, Cont
 }  // namespace
 }  // namespace small_n_cp_async
 
-const KernelFamily kSmallNCpAsync{"small_n_cp_async",     small_n_cp_async::fits,     small_n_cp_async::list,
-                                  small_n_cp_async::cost, small_n_cp_async::clusters, small_n_cp_async::launch};
+const KernelFamily kSmallNCpAsync{"small_n_cp_async", small_n_cp_async::fits, small_n_cp_async::list,
+                                  small_n_cp_async::launch};
 
 }  // namespace fretwork::two_four

@@ -1,6 +1,6 @@
-// small_n_tma: 2:4 products of 16-bit types with up to 64 columns on Hopper, b along k and the result along m, in whole
-// tiles. Latency dominates: the first loads are issued early, and sums go straight from registers to the CTA that
-// stores them.
+// small_n_tma: 2:4 products of 16-bit types on Hopper, b along k and the result along m, in whole tiles of rows and up
+// to 128 columns. Latency dominates: the first loads are issued early, and sums go straight from registers to the CTA
+// that stores them.
 #pragma once
 
 #include "device/activation.cuh"
@@ -15,20 +15,21 @@ namespace fretwork::two_four::small_n_tma {
 /// What a CTA has, and its barriers.
 template <int kColumns, int kGroups>
 struct Shape {
-  static constexpr u32 kStages = stages(kColumns, kGroups), kBytes = stage_bytes(kColumns, kGroups);
+  static constexpr u32 kBytes = stage_bytes(kColumns, kGroups);
   static constexpr u32 kWarps = 4 * kGroups, kUnits = units(kColumns, kGroups), kThreads = threads(kGroups);
   static constexpr u32 kLeftBytes = rows(kGroups) * 128, kChunkBytes = chunk_bytes(kGroups);
-  static constexpr u32 kWords = kStages * kBytes, kSums = kWords + kChunks * kChunkBytes;  ///< where they begin
-  RingBarriers<kStages> ring;
+  static constexpr bool kSumsOverStages = sums_over_stages(kColumns, kGroups);
+  static constexpr u32 kSums = kChunks * kChunkBytes, kRing = bytes_before_stages(kColumns, kGroups);
+  RingBarriers<kMostStages> ring;
   RingBarriers<kChunks> chunks;  ///< of metadata
   u64 sums;
 };
 
 /// One thread makes the barriers; `received` bytes of sums will come from the other CTAs.
 template <typename S>
-__device__ __forceinline__ void make_barriers(S& s, u32 received) {
-#pragma unroll 1  // not ring.make(), which is unrolled: in a short kernel, fetching instructions takes time
-  for (u32 n = 0; n < S::kStages; ++n) {
+__device__ __forceinline__ void make_barriers(S& s, u32 stages, u32 received) {
+#pragma unroll 1  // in a short kernel, fetching instructions takes time
+  for (u32 n = 0; n < stages; ++n) {
     mbarrier::init(shared_address(&s.ring.full[n]), 1);
     mbarrier::init(shared_address(&s.ring.empty[n]), S::kWarps);
   }
@@ -44,24 +45,24 @@ __device__ __forceinline__ void make_barriers(S& s, u32 received) {
 
 /// One thread fetches `count` steps from `first` on.
 template <int kColumns, typename S>
-__device__ __forceinline__ void fetch(const Params& p, S& s, u32 base, int row, int first, int count) {
-  Producer<S::kStages> at;
+__device__ __forceinline__ void fetch(const Params& p, S& s, u32 base, int row, int col, int first, int count) {
+  Producer<0> at;
   Producer<kChunks> chunk;
+  const u32 bytes = S::kLeftBytes + 2 * p.columns * 128;
 #pragma unroll 1
-  for (int step = 0; step < count; ++step, at.next()) {
+  for (int step = 0; step < count; ++step, at.next(p.stages)) {
     if (step % kPerChunk == 0) {
       const u32 full = s.chunks.acquire(chunk);
       mbarrier::arrive_expect(full, S::kChunkBytes);
-      tma::load(base + S::kWords + chunk.stage * S::kChunkBytes, &p.words, full, (first + step) * (kDepth / 8), row, 0,
-                0);
+      tma::load(base + chunk.stage * S::kChunkBytes, &p.words, full, (first + step) * (kDepth / 8), row, 0, 0);
       chunk.next();
     }
-    const u32 full = s.ring.acquire(at), to = base + at.stage * S::kBytes;
-    mbarrier::arrive_expect(full, S::kBytes);
+    const u32 full = s.ring.acquire(at), to = base + S::kRing + at.stage * S::kBytes;
+    mbarrier::arrive_expect(full, bytes);
     tma::load(to, &p.values, full, (first + step) * (kDepth / 2), row, 0, 0);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      tma::load(to + S::kLeftBytes + h * (kColumns * 128), &p.b, full, (first + step) * kDepth + h * 64, 0, 0, 0);
+      tma::load(to + S::kLeftBytes + h * (kColumns * 128), &p.b, full, (first + step) * kDepth + h * 64, col, 0, 0);
     }
   }
 }
@@ -74,7 +75,7 @@ struct Words {
 
   __device__ __forceinline__ explicit Words(u32 base) {
     const u32 lane = threadIdx.x % 32;
-    at = base + S::kWords + (threadIdx.x / 32 * 16 + lane / 4) * 64 + lane % 4 * 2;
+    at = base + (threadIdx.x / 32 * 16 + lane / 4) * 64 + lane % 4 * 2;
     turned = (lane / 8 % 4) << 4;
   }
   __device__ __forceinline__ void read(u32 (&e)[2], S& s, int step) {
@@ -100,8 +101,8 @@ struct Words {
 /// A warpgroup multiplies 64 rows. The next step's metadata is read while products run: a register of metadata must
 /// stay untouched until its products have completed.
 template <typename T, int kColumns, typename S>
-__device__ __forceinline__ void multiply(float (&d)[kColumns / 2], S& s, u32 base, int count) {
-  Consumer<S::kStages> ring;
+__device__ __forceinline__ void multiply(float (&d)[kColumns / 2], S& s, u32 base, u32 stages, int count) {
+  Consumer<0> ring;
   Words<S> words(base);
   u32 e[2][2];
   words.read(e[0], s, 0);
@@ -112,7 +113,7 @@ __device__ __forceinline__ void multiply(float (&d)[kColumns / 2], S& s, u32 bas
       const int step = pair + turn;
       if (step < count) {
         s.ring.wait(ring);
-        const u32 at = base + ring.stage * S::kBytes;
+        const u32 at = base + S::kRing + ring.stage * S::kBytes;
         const u64 left = wgmma::descriptor<128>(at + threadIdx.x / 128 * (64 * 128));
         const u64 right = wgmma::descriptor<128>(at + S::kLeftBytes);
         wgmma::fence();
@@ -129,7 +130,7 @@ __device__ __forceinline__ void multiply(float (&d)[kColumns / 2], S& s, u32 bas
         wgmma::wait<0>();
         wgmma::metadata_read(e[turn]);
         s.ring.release(static_cast<int>(ring.stage));
-        ring.next();
+        ring.next(stages);
       }
     }
   }
@@ -173,7 +174,7 @@ __device__ __forceinline__ void finish(float (&v)[4], const Params& p, int row) 
 
 /// Adds up what arrived, always in the same order, and writes it.
 template <typename T, typename S>
-__device__ __forceinline__ void store(const Params& p, u32 base, int row0, u32 rank) {
+__device__ __forceinline__ void store(const Params& p, u32 base, int row0, int col0, u32 rank) {
   const u32 lane = threadIdx.x % 32, first = p.first_unit[rank], last = p.first_unit[rank + 1];
 #pragma unroll 1
   for (u32 unit = first + threadIdx.x / 32; unit < last; unit += S::kWarps) {
@@ -199,8 +200,8 @@ __device__ __forceinline__ void store(const Params& p, u32 base, int row0, u32 r
     const bool odd = lane / 4 % 2 != 0;
     const float top = __shfl_xor_sync(~0u, odd ? v[0] : v[1], 4), low = __shfl_xor_sync(~0u, odd ? v[2] : v[3], 4);
     const int col = static_cast<int>(unit / S::kWarps * 8 + lane % 4 * 2 + (odd ? 1 : 0));
-    if (col < p.n) {
-      u32* const to = reinterpret_cast<u32*>(static_cast<T*>(p.out) + col * p.c_col + (row & ~1));
+    if (col < p.columns && col0 + col < p.n) {
+      u32* const to = reinterpret_cast<u32*>(static_cast<T*>(p.out) + (col0 + col) * p.c_col + (row & ~1));
       to[0] = odd ? narrow_pair<T>(top, v[1]) : narrow_pair<T>(v[0], top);
       to[4] = odd ? narrow_pair<T>(low, v[3]) : narrow_pair<T>(v[2], low);
     }
@@ -208,8 +209,8 @@ __device__ __forceinline__ void store(const Params& p, u32 base, int row0, u32 r
 }
 
 /// The last warp initialises the barriers and fetches at once; the other warps wait for the barriers, it waits for none
-/// of them. The cluster barrier holds back sums until every CTA of the cluster has started, and a CTA ends only after
-/// it has received all of its sums.
+/// of them. The cluster barrier holds back sums until every CTA of the cluster has started, or has no more use for its
+/// stages if that is where they go. A CTA ends only after it has received all of its sums.
 template <typename T, int kColumns, int kGroups>
 __global__ void __launch_bounds__(threads(kGroups), 1) product(const __grid_constant__ Params p) {
   using S = Shape<kColumns, kGroups>;
@@ -217,39 +218,46 @@ __global__ void __launch_bounds__(threads(kGroups), 1) product(const __grid_cons
   extern __shared__ u8 raw[];
   __shared__ S s;
   const u32 base = (shared_address(raw) + 1023) & ~1023u, rank = cluster_rank();
-  const int row = static_cast<int>((static_cast<u64>(blockIdx.x) * p.inverse >> 31) * rows(kGroups));
+  const int tile = static_cast<int>(cluster_index()), row_tile = p.col_tiles.quotient(tile);
+  const int row = row_tile * rows(kGroups);
+  const int col = (tile - row_tile * static_cast<int>(p.col_tiles.divisor)) * p.columns;
   const int first = p.first_step[rank], count = p.first_step[rank + 1] - first;
   if (threadIdx.x >= 128 * kGroups) {
     const bool fetches = threadIdx.x == 128 * kGroups;
     if (fetches) {
-      make_barriers(s, (p.first_unit[rank + 1] - p.first_unit[rank]) * (p.split - 1) * kUnitBytes);
+      make_barriers(s, p.stages, (p.first_unit[rank + 1] - p.first_unit[rank]) * (p.split - 1) * kUnitBytes);
     }
     __syncwarp();
     asm volatile("bar.arrive %0, %1;" ::"n"(kMeet), "n"(S::kThreads) : "memory");
     asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
     if (fetches) {
       wait_for_earlier_kernel();
-      fetch<kColumns>(p, s, base, row, first, count);
+      fetch<kColumns>(p, s, base, row, col, first, count);
     }
     __syncwarp();
     let_next_kernel_start();
     asm volatile("barrier.cluster.wait;" ::: "memory");
   } else {
     named_barrier(kMeet, S::kThreads);
-    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+    if constexpr (!S::kSumsOverStages) {
+      asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+    }
     float d[kColumns / 2];
 #pragma unroll
     for (float& sum : d) {
       sum = 0;
     }
-    multiply<T, kColumns>(d, s, base, count);
+    multiply<T, kColumns>(d, s, base, p.stages, count);
     let_next_kernel_start();
+    if constexpr (S::kSumsOverStages) {
+      asm volatile("barrier.cluster.arrive;" ::: "memory");
+    }
     asm volatile("barrier.cluster.wait;" ::: "memory");
     send(d, p, s, base, rank);
     named_barrier(kSent, 128 * kGroups);  // what this CTA keeps
     mbarrier::wait(shared_address(&s.sums), 0);
     wait_for_earlier_kernel();
-    store<T, S>(p, base, row, rank);
+    store<T, S>(p, base, row, col, rank);
   }
 }
 

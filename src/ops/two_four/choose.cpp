@@ -1,7 +1,8 @@
 // Chooses the kernel of a 2:4 product on a GPU, and says where a dense product is faster.
 #include "ops/two_four/choose.h"
 
-#include <cmath>
+#include <array>
+#include <tuple>
 
 #include "fretwork/two_four.h"
 #include "runtime/cuda_driver.h"
@@ -104,12 +105,45 @@ void launch(const Problem& problem, const Config& config, const Machine& machine
   call();
 }
 
+/// Everything that a choice looks at. Pointers count by their place in 16 bytes, and by whether they are there.
+using Numbers = std::array<std::int64_t, 17>;
+Numbers numbers_of(const Problem& p, const Context& context) {
+  std::int64_t end = static_cast<std::int64_t>(p.activation) << 8 | static_cast<std::int64_t>(p.out) << 16 |
+                     std::int64_t{p.word_bytes} << 24;
+  for (const void* const given : {p.bias.data, p.scale_s.data, p.scale_b.data}) {
+    end = (end & ~0xff) | (end & 0xff) << 1 | std::int64_t{given != nullptr};
+  }
+  end |= std::int64_t{p.scale_out != nullptr} << 32;
+  return {p.m,
+          p.n,
+          p.k,
+          p.batch,
+          p.values.line,
+          p.values.along,
+          p.words.line,
+          p.words.along,
+          p.b.row,
+          p.b.col,
+          p.b.batch,
+          p.c.row,
+          p.c.col,
+          p.c.batch,
+          end,
+          address_bits({p.values.data, p.words.data, p.b.data, p.c.data}),
+          settings_of(p.dtype, context)};
+}
+
+const Config& chosen_lately(const Problem& problem, const Machine& machine, const Context& context) {
+  thread_local Lately<std::tuple_size_v<Numbers>, Config> lately;
+  return lately.get(numbers_of(problem, context), [&] { return choose(problem, machine); });
+}
+
 }  // namespace
 
 void cuda::run(const Problem& problem, Context& context) {
   const driver::DeviceScope scope(context.device.index);
   const Machine machine = Machine::of(context);
-  launch(problem, choose(problem, machine), machine, context);
+  launch(problem, chosen_lately(problem, machine, context), machine, context);
 }
 
 bool cuda::run(const Problem& problem, const KernelFamily& family, Context& context) {

@@ -8,7 +8,7 @@
 #include "device/pipeline.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
-#include "ops/two_four/cuda/out.cuh"
+#include "ops/two_four/cuda/elements.cuh"
 #include "ops/two_four/cuda/params.h"
 
 namespace fretwork::two_four::tma_gemm {

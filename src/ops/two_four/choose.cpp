@@ -46,7 +46,7 @@ std::string Config::text() const {
 }
 
 int Machine::clusters(int size) const {
-  constexpr int kCounted[] = {132, 66, 42, 30, 24, 20, 15, 14}, kMultiprocessors = 132;
+  constexpr int kCounted[] = {132, 66, 39, 30, 22, 17, 15, 15}, kMultiprocessors = 132;
   return std::max(kCounted[size - 1] * multiprocessors / kMultiprocessors, 1);
 }
 

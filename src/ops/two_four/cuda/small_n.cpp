@@ -154,10 +154,10 @@ const KernelFamily kSmallNRegisters{"small_n_registers", small_n_registers::fits
 namespace small_n_tma {
 namespace {
 
-constexpr std::array kColumns = {16, 32, 64, 96, 128, 192, 256};
+constexpr std::array kColumns = {16, 32, 64, 96, 128, 192};
 constexpr std::array kGroups = {1, 2};
 static_assert(stages(16, 1, 1) <= kMostStages && stages(128, 2, 1) > 3);
-static_assert(sums_bytes(256, 2) <= stages(256, 2, 1) * stage_bytes(256, 2));
+static_assert(sums_bytes(192, 2) + 192 * line_bytes(2) <= stages(192, 2, 1) * stage_bytes(192, 2));
 /// Wide tiles of few rows would fetch b too often.
 constexpr bool has_kernel(int columns, int groups) { return groups == 2 || columns <= 128; }
 
@@ -198,7 +198,7 @@ struct Views {
 
 bool fits(const Problem& p, const Machine& machine) {
   constexpr std::int64_t kMostColumns = 4096;
-  const bool result = p.c.row == 1 && is_aligned(p.c.data, 4) && (p.n == 1 || p.c.col % 2 == 0);
+  const bool result = p.c.row == 1 && is_aligned(p.c.data, 16) && (p.n == 1 || p.c.col % 8 == 0);
   return is_half_linear(p, machine, kMostColumns) && p.m % rows(1) == 0 && result && Views(p).all();
 }
 

@@ -5,6 +5,7 @@
 
 #include "device/activation.cuh"
 #include "device/cluster.cuh"
+#include "device/load.cuh"
 #include "device/pipeline.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
@@ -18,6 +19,7 @@ struct Shape {
   static constexpr u32 kBytes = stage_bytes(kColumns, kGroups);
   static constexpr u32 kWarps = 4 * kGroups, kUnits = units(kColumns, kGroups), kThreads = threads(kGroups);
   static constexpr u32 kLeftBytes = rows(kGroups) * 128, kChunkBytes = chunk_bytes(kGroups);
+  static constexpr u32 kLine = line_bytes(kGroups);
   static constexpr bool kSumsOverStages = sums_over_stages(kColumns, kGroups);
   static constexpr u32 kSums = kChunks * kChunkBytes, kRing = bytes_before_stages(kColumns, kGroups);
   RingBarriers<kMostStages> ring;
@@ -172,40 +174,96 @@ __device__ __forceinline__ void finish(float (&v)[4], const Params& p, int row) 
   }
 }
 
-/// Adds up what arrived, always in the same order, and writes it.
+/// Results of a unit to where they wait for the way out: columns of the tile one after another.
 template <typename T, typename S>
-__device__ __forceinline__ void store(const Params& p, u32 base, int row0, int col0, u32 rank) {
-  const u32 lane = threadIdx.x % 32, first = p.first_unit[rank], last = p.first_unit[rank + 1];
+__device__ __forceinline__ void put(const float* v, u32 to, u32 unit) {
+  const u32 lane = threadIdx.x % 32;
+  const u32 at = to + (unit / S::kWarps * 8 + lane / 4) * S::kLine + unit % S::kWarps * 32 + lane % 4 * 4;
+  const u32 top = wgmma::transposed_piece(narrow_pair<T>(v[0], v[1]));
+  const u32 low = wgmma::transposed_piece(narrow_pair<T>(v[2], v[3]));
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(top) : "memory");
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + 16), "r"(low) : "memory");
+}
+
+/// Adds up what arrived, always in the same order, some units of a warp at a time.
+template <typename T, typename S>
+__device__ __forceinline__ void add_up(const Params& p, u32 base, u32 to, int row0, u32 first, u32 last) {
+  constexpr u32 kEach = 4;
+  const u32 lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (u32 unit = first + threadIdx.x / 32; unit < last; unit += S::kWarps) {
+  for (u32 unit = first + threadIdx.x / 32; unit < last; unit += kEach * S::kWarps) {
     u32 from = base + S::kSums + (unit - first) * kUnitBytes + lane * 16;
-    float v[4] = {};
+    float v[kEach][4] = {};
 #pragma unroll 1
     for (int q = 0; q < p.split; ++q, from += p.slots * kUnitBytes) {
-      float more[4];
-      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                   : "=f"(more[0]), "=f"(more[1]), "=f"(more[2]), "=f"(more[3])
-                   : "r"(from)
-                   : "memory");
+      float more[kEach][4] = {};
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        v[e] += more[e];
+      for (u32 n = 0; n < kEach; ++n) {
+        if (unit + n * S::kWarps < last) {
+          asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                       : "=f"(more[n][0]), "=f"(more[n][1]), "=f"(more[n][2]), "=f"(more[n][3])
+                       : "r"(from + n * S::kWarps * kUnitBytes)
+                       : "memory");
+        }
+      }
+#pragma unroll
+      for (u32 n = 0; n < 4 * kEach; ++n) {
+        v[n / 4][n % 4] += more[n / 4][n % 4];
       }
     }
-    const int row = row0 + static_cast<int>(unit % S::kWarps * 16 + lane / 4);
-    if (p.bias != nullptr || p.activation != 0) [[unlikely]] {
-      finish<T>(v, p, row);
-    }
-    // A lane has two columns of two rows; with the lane of the next row it exchanges one, for rows side by side.
-    const bool odd = lane / 4 % 2 != 0;
-    const float top = __shfl_xor_sync(~0u, odd ? v[0] : v[1], 4), low = __shfl_xor_sync(~0u, odd ? v[2] : v[3], 4);
-    const int col = static_cast<int>(unit / S::kWarps * 8 + lane % 4 * 2 + (odd ? 1 : 0));
-    if (col < p.columns && col0 + col < p.n) {
-      u32* const to = reinterpret_cast<u32*>(static_cast<T*>(p.out) + (col0 + col) * p.c_col + (row & ~1));
-      to[0] = odd ? narrow_pair<T>(top, v[1]) : narrow_pair<T>(v[0], top);
-      to[4] = odd ? narrow_pair<T>(low, v[3]) : narrow_pair<T>(v[2], low);
+#pragma unroll
+    for (u32 n = 0; n < kEach; ++n) {
+      if (const u32 one = unit + n * S::kWarps; one < last) {
+        if (p.bias != nullptr || p.activation != 0) [[unlikely]] {
+          finish<T>(v[n], p, row0 + static_cast<int>(one % S::kWarps * 16 + lane / 4));
+        }
+        put<T, S>(v[n], to, one);
+      }
     }
   }
+}
+
+/// Units `first` to `last` to the result, 16 bytes of a column at a time.
+template <typename T, int kGroups, typename S>
+__device__ __forceinline__ void store(const Params& p, u32 from, int row, int col0, u32 first, u32 last) {
+  constexpr u32 kParts = rows(kGroups) / 8;  // of a column
+  const u32 begin = first / S::kWarps * 8 * kParts, end = (last + S::kWarps - 1) / S::kWarps * 8 * kParts;
+#pragma unroll 4
+  for (u32 n = begin + threadIdx.x; n < end; n += 128 * kGroups) {
+    const u32 col = n / kParts, part = n % kParts, unit = col / 8 * S::kWarps + part / 2;
+    if (unit >= first && unit < last && col < p.columns && col0 + col < p.n) {
+      u32 words[4];
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                   : "r"(from + col * S::kLine + part * 16)
+                   : "memory");
+      store_words<4>(static_cast<T*>(p.out) + (col0 + col) * p.c_col + row + part * 8, words);
+    }
+  }
+}
+
+/// Sums become results. Where one CTA has all of them and nothing is added, they stay in registers.
+template <typename T, int kGroups, typename S, int kSize>
+__device__ __forceinline__ void finish_tile(const float (&d)[kSize], const Params& p, S& s, u32 base, int row, int col,
+                                            u32 rank) {
+  constexpr u32 kMet = 2;  // a named barrier
+  const u32 first = p.first_unit[rank], last = p.first_unit[rank + 1];
+  u32 results = base + S::kSums;
+  if (p.split == 1 && p.bias == nullptr && p.activation == 0) {
+#pragma unroll
+    for (u32 j = 0; j < kSize / 4; ++j) {
+      put<T, S>(d + 4 * j, results, j * S::kWarps + threadIdx.x / 32);
+    }
+  } else {
+    send(d, p, s, base, rank);
+    named_barrier(kMet, 128 * kGroups);  // what this CTA keeps; and its stages are free
+    mbarrier::wait(shared_address(&s.sums), 0);
+    results = base + S::kRing + (S::kSumsOverStages ? sums_bytes(2 * kSize, kGroups) : 0);
+    add_up<T, S>(p, base, results, row, first, last);
+  }
+  named_barrier(kMet, 128 * kGroups);
+  wait_for_earlier_kernel();
+  store<T, kGroups, S>(p, results, row, col, first, last);
 }
 
 /// The last warp initialises the barriers and fetches at once; the other warps wait for the barriers, it waits for none
@@ -214,7 +272,7 @@ __device__ __forceinline__ void store(const Params& p, u32 base, int row0, int c
 template <typename T, int kColumns, int kGroups>
 __global__ void __launch_bounds__(threads(kGroups), 1) product(const __grid_constant__ Params p) {
   using S = Shape<kColumns, kGroups>;
-  constexpr u32 kMeet = 1, kSent = 2;  // named barriers
+  constexpr u32 kMeet = 1;  // a named barrier
   extern __shared__ u8 raw[];
   __shared__ S s;
   const u32 base = (shared_address(raw) + 1023) & ~1023u, rank = cluster_rank();
@@ -253,11 +311,7 @@ __global__ void __launch_bounds__(threads(kGroups), 1) product(const __grid_cons
       asm volatile("barrier.cluster.arrive;" ::: "memory");
     }
     asm volatile("barrier.cluster.wait;" ::: "memory");
-    send(d, p, s, base, rank);
-    named_barrier(kSent, 128 * kGroups);  // what this CTA keeps
-    mbarrier::wait(shared_address(&s.sums), 0);
-    wait_for_earlier_kernel();
-    store<T, S>(p, base, row, col, rank);
+    finish_tile<T, kGroups>(d, p, s, base, row, col, rank);
   }
 }
 

@@ -39,6 +39,10 @@ KernelSpec spec(DType dtype, bool b_along_k, int width, bool pair) {
               (b_along_k ? ", true" : ", false") + (pair ? ", true>" : ", false>"),
           shared_bytes(width)};
 }
+/// Pairs gain where many CTAs read the same columns of b: in wide tiles, or of linear layers.
+bool can_pair(DType dtype, bool b_along_k, int width) {
+  return size_of(dtype) == 2 && (width == 256 || (b_along_k && width >= 128));
+}
 /// b along n, pairs, and widths for linear layers only of 16-bit types: wgmma reads others along k, and they gain
 /// nothing from pairs.
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
@@ -53,20 +57,22 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
         }
       }
     }
-    if (size_of(dtype) == 2) {
-      list.push_back(spec(dtype, along_k, 256, true));
+    for (const int width : kWidths) {
+      if (can_pair(dtype, along_k, width)) {
+        list.push_back(spec(dtype, along_k, width, true));
+      }
     }
   }
   return list;
 }
 const KernelList kKernels{"two_four", list_kernels};
-constexpr std::size_t kSizes = kWidths.size() + 1;  // of tiles, and the widest in pairs
+constexpr std::size_t kSizes = 2 * kWidths.size();  // of tiles, and of pairs of them
 constinit KernelTable<2 * kTypes.size() * kSizes> kernels;
 
 const Kernel& kernel(DType dtype, bool b_along_k, const Config& config, int device) {
   const auto type = static_cast<std::size_t>(std::ranges::find(kTypes, dtype) - kTypes.begin());
   const auto width = static_cast<std::size_t>(std::ranges::find(kWidths, config.columns) - kWidths.begin());
-  return kernels.get((type * kSizes + (config.pair > 1 ? kWidths.size() : width)) * 2 + (b_along_k ? 1 : 0), device,
+  return kernels.get((type * kSizes + (config.pair > 1 ? kWidths.size() : 0) + width) * 2 + (b_along_k ? 1 : 0), device,
                      [&] { return spec(dtype, b_along_k, config.columns, config.pair > 1); });
 }
 
@@ -162,10 +168,10 @@ void list(const Problem& p, const Machine& machine, Candidates& list) {
         list.add(config, cost(p, config, machine));
       }
     }
-  }
-  if (size_of(p.dtype) == 2) {
-    const Config config{.family = &kTmaGemm, .columns = 256, .pair = 2};
-    list.add(config, cost(p, config, machine));
+    if (can_pair(p.dtype, p.b.row == 1, width) && (linear || !for_linear(width))) {
+      const Config config{.family = &kTmaGemm, .columns = width, .pair = 2};
+      list.add(config, cost(p, config, machine));
+    }
   }
 }
 

@@ -65,20 +65,16 @@ namespace tma_gemm {
 /// others multiply.
 inline constexpr int kRows = 128, kThreads = 384;
 /// Metadata comes in chunks of 64 bytes of each row, for several steps of the depth.
-inline constexpr int kChunkRow = 64, kChunkBytes = kRows * kChunkRow, kChunks = 2;
+inline constexpr int kChunkRow = 64, kChunkBytes = kRows * kChunkRow, kChunks = 4;
 /// Of elements of so many bytes. A step of the depth is 128 bytes of b.
 constexpr int steps_of_chunk(int bytes) { return kChunkRow / (bytes == 1 ? 16 : 8); }
 inline constexpr int kStagingBytes = 32768;  ///< where results wait for the copy engine
 inline constexpr int kMostSplit = 4;         ///< CTAs, a cluster, that share the depth of a tile
 
-/// Values come for two steps at a time, 128 bytes of each row: of 64 bytes, memory gives a third less. A stage has 128
-/// bytes of the depth of b.
-inline constexpr int kValueBytes = kRows * 128, kValueStages = 3;
-constexpr int stage_bytes(int width) { return width * 128; }
-/// As many as fit into 128 KB.
-constexpr int stages(int width) { return 131072 / stage_bytes(width); }
-/// Of all stages.
-constexpr int ring_bytes(int width) { return kValueStages * kValueBytes + stages(width) * stage_bytes(width); }
+/// A stage is 128 bytes of the depth of b and the 64 bytes that are kept of the sparse operand.
+constexpr int stage_bytes(int width) { return kRows * 64 + width * 128; }
+/// As many as fit into 160 KB.
+constexpr int stages(int width) { return 163840 / stage_bytes(width); }
 /// Widths between the powers of two take linear layers of 16-bit types only: c along m, written by the copy engine.
 constexpr bool for_linear(int width) { return (width & (width - 1)) != 0; }
 /// Columns of a result that the copy engine writes at once.
@@ -87,10 +83,12 @@ constexpr int box_columns(int width) { return for_linear(width) ? 32 : 64; }
 constexpr int slices(int width) { return width > 64 && width % 64 == 0 ? 2 : 1; }
 /// Whether there is room for the sums of `split` CTAs where the stages were.
 constexpr bool can_split(int width, int split) {
-  return kRows * width / slices(width) * 4 * (split - 1) <= ring_bytes(width);
+  return kRows * width / slices(width) * 4 * (split - 1) <= stages(width) * stage_bytes(width);
 }
-/// The stages begin at a multiple of 1024 bytes.
-constexpr int shared_bytes(int width) { return ring_bytes(width) + kChunks * kChunkBytes + kStagingBytes + 1024; }
+/// The ring begins at a multiple of 1024 bytes.
+constexpr int shared_bytes(int width) {
+  return stages(width) * stage_bytes(width) + kChunks * kChunkBytes + kStagingBytes + 1024;
+}
 
 /// Maps have four dimensions: the unit axis, the other axis, the batch, and one of size 1.
 struct Params {

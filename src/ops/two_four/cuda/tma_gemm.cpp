@@ -198,7 +198,7 @@ class Operands {
   bool along_k() const { return along_k_; }
   void map(const Problem& p, const Config& config, Params& params) const {
     const auto line = static_cast<std::uint32_t>(128 / bytes_of(p.dtype));
-    params.values = values_view(p, values_.arg())->map(line, kRows);
+    params.values = values_view(p, values_.arg())->map(line / 2, kRows);
     params.words = words_view(p)->map(kChunkRow, kRows);
     params.b = along_k_ ? along_k_view(p, b_.arg())->map(line, static_cast<std::uint32_t>(config.columns / config.pair))
                         : along_n_view(p)->map(line, line);

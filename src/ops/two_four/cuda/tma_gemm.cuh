@@ -13,26 +13,17 @@
 
 namespace fretwork::two_four::tma_gemm {
 
-/// How a step of the depth is cut: 128 bytes of b, and half of a stage of values.
+/// How a step of the depth is cut: 128 bytes of b.
 template <typename T, int kWidth>
 struct Shape {
   static constexpr u32 kStages = stages(kWidth), kBytes = stage_bytes(kWidth);
-  static constexpr u32 kRight = kValueStages * kValueBytes, kWords = ring_bytes(kWidth);  ///< where they begin
-  static constexpr int kDepth = 128 / static_cast<int>(sizeof(T));                        ///< elements of b in a step
+  static constexpr u32 kLeftRow = 64, kLeftBytes = kRows * kLeftRow;
+  static constexpr int kDepth = 128 / static_cast<int>(sizeof(T));  ///< elements of b in a step
   static constexpr int kPerChunk = steps_of_chunk(sizeof(T));
   static constexpr int kWordBytes = kChunkRow / kPerChunk;   ///< of a row's metadata in a step
   static constexpr int kRegisters = sizeof(T) == 1 ? 2 : 1;  ///< of metadata, for the two products of a step
-  RingBarriers<kStages> ring;                                ///< of b
-  RingBarriers<kValueStages> values;
+  RingBarriers<kStages> ring;
   RingBarriers<kChunks> chunks;  ///< of metadata
-};
-
-/// Where a thread is in the rings.
-template <typename S, template <int> typename At>
-struct Positions {
-  At<S::kStages> ring;
-  At<kValueStages> values;
-  At<kChunks> chunk;
 };
 
 /// Rows from `row`, columns from `col`, steps of the depth from `first`, where a chunk begins, to `last`.
@@ -62,28 +53,24 @@ __device__ __forceinline__ Tile tile_at(const Params& p, int index, int rank) {
 /// One thread fetches the steps of a tile: of b all, or half for both CTAs of a pair.
 template <typename T, int kWidth, bool kRightK, bool kPair>
 __device__ __forceinline__ void fetch(const Params& p, const Tile& t, Shape<T, kWidth>& s, u32 base, int rank,
-                                      Positions<Shape<T, kWidth>, Producer>& at) {
+                                      Producer<Shape<T, kWidth>::kStages>& at, Producer<kChunks>& chunk) {
   using S = Shape<T, kWidth>;
   constexpr int kColumns = kPair ? kWidth / 2 : kWidth;
   const int z = t.batch * p.b_batch, mine = kPair ? rank * kColumns : 0;
 #pragma unroll 1
-  for (int step = t.first; step < t.last; ++step, at.ring.next()) {
+  for (int step = t.first; step < t.last; ++step, at.next()) {
     if (step % S::kPerChunk == 0) {
-      const u32 full = s.chunks.acquire(at.chunk);
+      const u32 full = s.chunks.acquire(chunk);
       mbarrier::arrive_expect(full, kChunkBytes);
-      tma::load(base + S::kWords + at.chunk.stage * kChunkBytes, &p.words, full, step * S::kWordBytes, t.row, 0, 0);
-      at.chunk.next();
+      tma::load(base + S::kStages * S::kBytes + chunk.stage * kChunkBytes, &p.words, full, step * S::kWordBytes, t.row,
+                0, 0);
+      chunk.next();
     }
-    if (step % 2 == 0) {  // parts of the depth begin with a chunk
-      const u32 full = s.values.acquire(at.values);
-      mbarrier::arrive_expect(full, kValueBytes);
-      tma::load(base + at.values.stage * kValueBytes, &p.values, full, step * (S::kDepth / 2), t.row, 0, 0);
-      at.values.next();
-    }
-    const u32 full = s.ring.acquire(at.ring), to = base + S::kRight + at.ring.stage * S::kBytes;
+    const u32 full = s.ring.acquire(at), to = base + at.stage * S::kBytes;
     mbarrier::arrive_expect(full, S::kBytes);
+    tma::load(to, &p.values, full, step * (S::kDepth / 2), t.row, 0, 0);
     const auto load = [&](int col, int x, int y) {
-      const u32 place = to + col * 128;
+      const u32 place = to + S::kLeftBytes + col * 128;
       kPair ? tma::load_to_ranks(place, &p.b, full, 3, x, y, z, 0) : tma::load(place, &p.b, full, x, y, z, 0);
     };
     if constexpr (kRightK) {
@@ -163,16 +150,16 @@ struct Words {
   }
 };
 
-/// Starts the two products of a step, the first or second of a stage of values.
+/// Starts the two products of a step.
 template <typename T, int kWidth, bool kRightK, typename Sum>
-__device__ __forceinline__ void multiply_step(Sum (&d)[kWidth / 2], u32 values, int half, u32 b,
+__device__ __forceinline__ void multiply_step(Sum (&d)[kWidth / 2], u32 at,
                                               const u32 (&e)[Shape<T, kWidth>::kRegisters]) {
   using S = Shape<T, kWidth>;
   using wgmma::Major;
   constexpr Major kRight = kRightK ? Major::k : Major::mn;
   constexpr int kNext = kRightK ? 4 : 32 * 8;  // 64 bytes or 32 rows of b, in units of 16 bytes
-  const u64 left = wgmma::descriptor<128>(values + (threadIdx.x / 128 - 1) * (64 * 128)) + half * 4;
-  const u64 right = wgmma::descriptor<128>(b, kRightK ? 16 : S::kDepth * 128);
+  const u64 left = wgmma::descriptor<S::kLeftRow>(at + (threadIdx.x / 128 - 1) * (64 * S::kLeftRow));
+  const u64 right = wgmma::descriptor<128>(at + S::kLeftBytes, kRightK ? 16 : S::kDepth * 128);
   wgmma::fence();
   wgmma::multiply_sparse<T, kWidth, kRight, 0>(d, left, right, e[0]);
   wgmma::multiply_sparse<T, kWidth, kRight, sizeof(T) == 1 ? 0 : 1>(d, left + 2, right + kNext, e[S::kRegisters - 1]);
@@ -184,20 +171,14 @@ __device__ __forceinline__ void multiply_step(Sum (&d)[kWidth / 2], u32 values, 
 /// product runs: with one in between, ptxas lets every product wait for the one before.
 template <typename T, int kWidth, bool kRightK, bool kPair, typename Sum>
 __device__ __forceinline__ void multiply(Sum (&d)[kWidth / 2], const Params& p, const Tile& t, Shape<T, kWidth>& s,
-                                         u32 base, Positions<Shape<T, kWidth>, Consumer>& at, Words<T, kWidth>& words) {
+                                         u32 base, Consumer<Shape<T, kWidth>::kStages>& at, Words<T, kWidth>& words) {
   using S = Shape<T, kWidth>;
   u32 e[2][S::kRegisters];
-  u32 oldest = at.ring.stage, values = at.values.stage;  // that are not released, and that are read
-  const auto begin = [&](const u32(&metadata)[S::kRegisters], int half) {
-    if (half == 0) {
-      s.values.wait(at.values);
-      values = at.values.stage;
-      at.values.next();
-    }
-    s.ring.wait(at.ring);
-    multiply_step<T, kWidth, kRightK>(d, base + values * kValueBytes, half,
-                                      base + S::kRight + at.ring.stage * S::kBytes, metadata);
-    at.ring.next();
+  u32 oldest = at.stage;  // that is not released
+  const auto begin = [&](const u32(&metadata)[S::kRegisters]) {
+    s.ring.wait(at);
+    multiply_step<T, kWidth, kRightK>(d, base + at.stage * S::kBytes, metadata);
+    at.next();
   };
   const auto release_oldest = [&] {
     if constexpr (kPair) {  // both CTAs fill it
@@ -207,42 +188,37 @@ __device__ __forceinline__ void multiply(Sum (&d)[kWidth / 2], const Params& p, 
     }
     oldest = oldest + 1 == S::kStages ? 0 : oldest + 1;
   };
-  const int even = t.first + (t.last - t.first) / 2 * 2;
-  if (t.first < even) {
-    words.read(e[0], s, p, t, t.first);
-    words.read(e[1], s, p, t, t.first + 1);
-    begin(e[0], 0);
+  int step = t.first;
+  if ((t.last - t.first) % 2 != 0) {
+    words.read(e[0], s, p, t, step++);
+    begin(e[0]);
+    wgmma::wait<0>();
+    wgmma::metadata_read(e[0]);
+    release_oldest();
+  }
+  if (step == t.last) {
+    return;
+  }
+  words.read(e[0], s, p, t, step);
+  words.read(e[1], s, p, t, step + 1);
+  begin(e[0]);
 #pragma unroll 1
-    for (int step = t.first + 2; step < even; step += 2) {
+  for (step += 2; step < t.last; step += 2) {
 #pragma unroll
-      for (int turn = 0; turn < 2; ++turn) {
-        const u32 before = values;
-        begin(e[1 - turn], 1 - turn);
-        wgmma::wait<1>();
-        wgmma::metadata_read(e[turn]);
-        release_oldest();
-        if (turn == 1) {
-          s.values.release(static_cast<int>(before));
-        }
-        words.read(e[turn], s, p, t, step + turn);
-      }
+    for (int turn = 0; turn < 2; ++turn) {
+      begin(e[1 - turn]);
+      wgmma::wait<1>();
+      wgmma::metadata_read(e[turn]);
+      release_oldest();
+      words.read(e[turn], s, p, t, step + turn);
     }
-    begin(e[1], 1);
-    wgmma::wait<0>();
-    wgmma::metadata_read(e[0]);
-    wgmma::metadata_read(e[1]);
-    release_oldest();
-    release_oldest();
-    s.values.release(static_cast<int>(values));
   }
-  if (even < t.last) {  // the last step is alone
-    words.read(e[0], s, p, t, even);
-    begin(e[0], 0);
-    wgmma::wait<0>();
-    wgmma::metadata_read(e[0]);
-    release_oldest();
-    s.values.release(static_cast<int>(values));
-  }
+  begin(e[1]);
+  wgmma::wait<0>();
+  wgmma::metadata_read(e[0]);
+  wgmma::metadata_read(e[1]);
+  release_oldest();
+  release_oldest();
 }
 
 // ------------------------------------------------------------------------------------------------------- results
@@ -579,8 +555,9 @@ struct Product {
       if (p.direct == 0) {
         tma::prefetch(&p.c);
       }
-      Positions<S, Producer> at;
-      each_tile([&](const Tile& t) { fetch<T, kWidth, kRightK, kPair>(p, t, s, base, rank, at); });
+      Producer<S::kStages> at;
+      Producer<kChunks> chunk;
+      each_tile([&](const Tile& t) { fetch<T, kWidth, kRightK, kPair>(p, t, s, base, rank, at, chunk); });
     }
     if (p.split > 1) {  // as the others meet
       cluster_sync();
@@ -590,9 +567,9 @@ struct Product {
 
   __device__ __forceinline__ void consume() const {
     using Sum = accumulator_t<T>;
-    const u32 warpgroup = threadIdx.x / 128 - 1, chunks = base + S::kWords;
+    const u32 warpgroup = threadIdx.x / 128 - 1, chunks = base + S::kStages * S::kBytes;
     const u32 buffers = chunks + kChunks * kChunkBytes + warpgroup * 2 * kPieceBytes;
-    Positions<S, Consumer> at;
+    Consumer<S::kStages> at;
     Words<T, kWidth> words(chunks);
     each_tile([&](const Tile& t) {
       Sum d[kWidth / 2];
@@ -619,7 +596,6 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
   __shared__ Shape<T, kWidth> s;
   init_barriers([&] {
     s.chunks.make(1, kThreads - 128);
-    s.values.make(1, 8);
     s.ring.make(1, kPair ? 16 : 8);
   });
   run_warp_specialized(Product<T, kWidth, kRightK, kPair>{p, s, stages_in(raw)});

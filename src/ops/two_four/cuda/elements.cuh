@@ -1,5 +1,5 @@
-// What threads read and write one by one: metadata of any strides, as mma.sp takes it; a bias of any type as float; float
-// as any result type.
+// What threads read and write one by one: metadata of any strides, as mma.sp takes it; a bias of any type as float;
+// float as any result type.
 #pragma once
 
 #include "device/load.cuh"

@@ -140,9 +140,6 @@ constexpr int sums_bytes(int columns, int groups) { return (units(columns, group
 /// place of their own, so that no CTA waits for another before it sends.
 constexpr bool sums_over_stages(int columns, int groups) { return columns * groups > 128; }
 
-/// From one column of results that wait for the way out to the next: not a multiple of 128, so that banks differ.
-constexpr int line_bytes(int groups) { return 2 * rows(groups) + 16; }
-
 /// Metadata, sums, and then the stages.
 constexpr int bytes_before_stages(int columns, int groups) {
   return kChunks * chunk_bytes(groups) + (sums_over_stages(columns, groups) ? 0 : sums_bytes(columns, groups));
@@ -160,6 +157,7 @@ struct Params {
   Map values;  ///< along k × m
   Map words;   ///< bytes along k × m
   Map b;       ///< along k × n
+  Map c;       ///< along m × n
   void* out;   ///< contiguous along m, in whole units of 16 bytes
   long long c_col;
   const void* bias;  ///< of the result's dtype, or null

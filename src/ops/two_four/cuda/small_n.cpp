@@ -157,7 +157,7 @@ namespace {
 constexpr std::array kColumns = {16, 32, 64, 96, 128, 192};
 constexpr std::array kGroups = {1, 2};
 static_assert(stages(16, 1, 1) <= kMostStages && stages(128, 2, 1) > 3);
-static_assert(sums_bytes(192, 2) + 192 * line_bytes(2) <= stages(192, 2, 1) * stage_bytes(192, 2));
+static_assert(sums_bytes(192, 2) <= stages(192, 2, 1) * stage_bytes(192, 2));
 /// Wide tiles of few rows would fetch b too often.
 constexpr bool has_kernel(int columns, int groups) { return groups == 2 || columns <= 128; }
 
@@ -188,18 +188,18 @@ const Kernel& kernel(const Problem& p, const Config& config, int device) {
 }
 
 struct Views {
-  std::optional<TiledView> values, words, b;
+  std::optional<TiledView> values, words, b, c;
   explicit Views(const Problem& p)
       : values(make_tiled_view(p.values.data, {p.k / 2, p.m, 1, 1}, {p.values.along, p.values.line, 0, 0})),
         words(make_tiled_view(p.words.data, {p.k / 8, p.m, 1, 1}, {1, p.words.line * p.word_bytes, 0, 0}, 1)),
-        b(make_tiled_view(p.b.data, {p.k, p.n, 1, 1}, {p.b.row, p.b.col, 0, 0})) {}
-  bool all() const { return values && words && b; }
+        b(make_tiled_view(p.b.data, {p.k, p.n, 1, 1}, {p.b.row, p.b.col, 0, 0})),
+        c(make_tiled_view(p.c.data, {p.m, p.n, 1, 1}, {p.c.row, p.c.col, 0, 0})) {}
+  bool all() const { return values && words && b && c; }
 };
 
 bool fits(const Problem& p, const Machine& machine) {
   constexpr std::int64_t kMostColumns = 4096;
-  const bool result = p.c.row == 1 && is_aligned(p.c.data, 16) && (p.n == 1 || p.c.col % 8 == 0);
-  return is_half_linear(p, machine, kMostColumns) && p.m % rows(1) == 0 && result && Views(p).all();
+  return is_half_linear(p, machine, kMostColumns) && p.m % rows(1) == 0 && Views(p).all();
 }
 
 std::int64_t tiles_of(const Problem& p, const Config& config) {
@@ -274,6 +274,7 @@ void launch(const Problem& p, const Config& config, const Machine& /*machine*/, 
   params.values = views.values->map(kDepth / 2, tile);
   params.words = views.words->map(64, tile);
   params.b = views.b->map(64, static_cast<std::uint32_t>(columns));
+  params.c = views.c->map(64, static_cast<std::uint32_t>(columns));
   params.out = p.c.data;
   params.c_col = p.c.col;
   params.bias = p.bias.data;

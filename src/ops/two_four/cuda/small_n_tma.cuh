@@ -5,7 +5,7 @@
 
 #include "device/activation.cuh"
 #include "device/cluster.cuh"
-#include "device/load.cuh"
+#include "device/epilogue.cuh"
 #include "device/pipeline.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
@@ -19,7 +19,6 @@ struct Shape {
   static constexpr u32 kBytes = stage_bytes(kColumns, kGroups);
   static constexpr u32 kWarps = 4 * kGroups, kUnits = units(kColumns, kGroups), kThreads = threads(kGroups);
   static constexpr u32 kLeftBytes = rows(kGroups) * 128, kChunkBytes = chunk_bytes(kGroups);
-  static constexpr u32 kLine = line_bytes(kGroups);
   static constexpr bool kSumsOverStages = sums_over_stages(kColumns, kGroups);
   static constexpr u32 kSums = kChunks * kChunkBytes, kRing = bytes_before_stages(kColumns, kGroups);
   RingBarriers<kMostStages> ring;
@@ -100,42 +99,66 @@ struct Words {
   }
 };
 
-/// A warpgroup multiplies 64 rows. The next step's metadata is read while products run: a register of metadata must
-/// stay untouched until its products have completed.
+/// A warpgroup multiplies 64 rows. A step begins while the one before it runs; when that has completed, its stage is
+/// released and its registers of metadata, which its products looked at, are read anew. Branches lie where no product
+/// runs: with one in between, ptxas lets every product wait for the one before.
 template <typename T, int kColumns, typename S>
 __device__ __forceinline__ void multiply(float (&d)[kColumns / 2], S& s, u32 base, u32 stages, int count) {
   Consumer<0> ring;
   Words<S> words(base);
-  u32 e[2][2];
-  words.read(e[0], s, 0);
+  u32 e[2][2], oldest = 0;  // stage that is not released
+  const auto begin = [&](const u32(&metadata)[2]) {
+    s.ring.wait(ring);
+    const u32 at = base + S::kRing + ring.stage * S::kBytes;
+    const u64 left = wgmma::descriptor<128>(at + threadIdx.x / 128 * (64 * 128));
+    const u64 right = wgmma::descriptor<128>(at + S::kLeftBytes);
+    wgmma::fence();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const u64 a = left + h * 4, b = right + h * (kColumns * 128 >> 4);
+      wgmma::multiply_sparse<T, kColumns, wgmma::Major::k, 0>(d, a, b, metadata[h]);
+      wgmma::multiply_sparse<T, kColumns, wgmma::Major::k, 1>(d, a + 2, b + 4, metadata[h]);
+    }
+    wgmma::commit();
+    ring.next(stages);
+  };
+  const auto release_oldest = [&] {
+    s.ring.release(static_cast<int>(oldest));
+    oldest = oldest + 1 == stages ? 0 : oldest + 1;
+  };
+  int step = 0;
+  if (count % 2 != 0) {
+    words.read(e[0], s, step++);
+    begin(e[0]);
+    wgmma::wait<0>();
+    wgmma::metadata_read(e[0]);
+    release_oldest();
+  }
+#pragma unroll
+  for (int n = 0; n < kColumns / 2; ++n) {
+    asm volatile("" : "+f"(d[n]));  // else ptxas moves sums around between products, and lets these wait
+  }
+  if (step == count) {
+    return;
+  }
+  words.read(e[0], s, step);
+  words.read(e[1], s, step + 1);
+  begin(e[0]);
 #pragma unroll 1
-  for (int pair = 0; pair < count; pair += 2) {
+  for (step += 2; step < count; step += 2) {
 #pragma unroll
     for (int turn = 0; turn < 2; ++turn) {
-      const int step = pair + turn;
-      if (step < count) {
-        s.ring.wait(ring);
-        const u32 at = base + S::kRing + ring.stage * S::kBytes;
-        const u64 left = wgmma::descriptor<128>(at + threadIdx.x / 128 * (64 * 128));
-        const u64 right = wgmma::descriptor<128>(at + S::kLeftBytes);
-        wgmma::fence();
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const u64 a = left + h * 4, b = right + h * (kColumns * 128 >> 4);
-          wgmma::multiply_sparse<T, kColumns, wgmma::Major::k, 0>(d, a, b, e[turn][h]);
-          wgmma::multiply_sparse<T, kColumns, wgmma::Major::k, 1>(d, a + 2, b + 4, e[turn][h]);
-        }
-        wgmma::commit();
-        if (step + 1 < count) {
-          words.read(e[1 - turn], s, step + 1);
-        }
-        wgmma::wait<0>();
-        wgmma::metadata_read(e[turn]);
-        s.ring.release(static_cast<int>(ring.stage));
-        ring.next(stages);
-      }
+      begin(e[1 - turn]);
+      wgmma::wait<1>();
+      wgmma::metadata_read(e[turn]);
+      release_oldest();
+      words.read(e[turn], s, step + turn);
     }
   }
+  begin(e[1]);
+  wgmma::wait<0>();
+  wgmma::metadata_read(e[0]);
+  wgmma::metadata_read(e[1]);
 }
 
 /// Sends a warp's sums, unit by unit, to the CTAs that finish them. There they lie by sender.
@@ -158,38 +181,27 @@ __device__ __forceinline__ void send(const float (&d)[kSize], const Params& p, S
   }
 }
 
-/// Bias and activation of rows `row` and `row` + 8 of two columns.
-template <typename T>
-__device__ __forceinline__ void finish(float (&v)[4], const Params& p, int row) {
+/// Bias and activation of rows `row` and `row` + 8 of some columns, two at a time.
+template <typename T, int kSize>
+__device__ __forceinline__ void finish(float (&v)[kSize], const Params& p, int row) {
   if (p.bias != nullptr) {
     const T* const bias = static_cast<const T*>(p.bias);
-    const float first = widen(bias[row * p.bias_stride]), second = widen(bias[(row + 8) * p.bias_stride]);
-    v[0] += first;
-    v[1] += first;
-    v[2] += second;
-    v[3] += second;
+    const float both[2] = {widen(bias[row * p.bias_stride]), widen(bias[(row + 8) * p.bias_stride])};
+#pragma unroll
+    for (int n = 0; n < kSize; ++n) {
+      v[n] += both[n / 2 % 2];
+    }
   }
   if (p.activation != 0) {
     activate(v, p.activation);
   }
 }
 
-/// Results of a unit to where they wait for the way out: columns of the tile one after another.
+/// Adds up what arrived, always in the same order, some units of a warp at a time, and writes it.
 template <typename T, typename S>
-__device__ __forceinline__ void put(const float* v, u32 to, u32 unit) {
-  const u32 lane = threadIdx.x % 32;
-  const u32 at = to + (unit / S::kWarps * 8 + lane / 4) * S::kLine + unit % S::kWarps * 32 + lane % 4 * 4;
-  const u32 top = wgmma::transposed_piece(narrow_pair<T>(v[0], v[1]));
-  const u32 low = wgmma::transposed_piece(narrow_pair<T>(v[2], v[3]));
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(top) : "memory");
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + 16), "r"(low) : "memory");
-}
-
-/// Adds up what arrived, always in the same order, some units of a warp at a time.
-template <typename T, typename S>
-__device__ __forceinline__ void add_up(const Params& p, u32 base, u32 to, int row0, u32 first, u32 last) {
+__device__ __forceinline__ void add_up(const Params& p, u32 base, int row0, int col0, u32 rank) {
   constexpr u32 kEach = 4;
-  const u32 lane = threadIdx.x % 32;
+  const u32 lane = threadIdx.x % 32, first = p.first_unit[rank], last = p.first_unit[rank + 1];
 #pragma unroll 1
   for (u32 unit = first + threadIdx.x / 32; unit < last; unit += kEach * S::kWarps) {
     u32 from = base + S::kSums + (unit - first) * kUnitBytes + lane * 16;
@@ -213,57 +225,54 @@ __device__ __forceinline__ void add_up(const Params& p, u32 base, u32 to, int ro
     }
 #pragma unroll
     for (u32 n = 0; n < kEach; ++n) {
-      if (const u32 one = unit + n * S::kWarps; one < last) {
-        if (p.bias != nullptr || p.activation != 0) [[unlikely]] {
-          finish<T>(v[n], p, row0 + static_cast<int>(one % S::kWarps * 16 + lane / 4));
-        }
-        put<T, S>(v[n], to, one);
+      const u32 one = unit + n * S::kWarps;
+      if (one >= last) {
+        break;
+      }
+      const int row = row0 + static_cast<int>(one % S::kWarps * 16);
+      if (p.bias != nullptr || p.activation != 0) [[unlikely]] {
+        finish<T>(v[n], p, row + static_cast<int>(lane / 4));
+      }
+      // A lane has two columns of two rows, and writes two rows of a column.
+      const u32 top = wgmma::transposed_piece(narrow_pair<T>(v[n][0], v[n][1]));
+      const u32 low = wgmma::transposed_piece(narrow_pair<T>(v[n][2], v[n][3]));
+      const int col = static_cast<int>(one / S::kWarps * 8 + lane / 4);
+      if (col < p.columns && col0 + col < p.n) {
+        u32* const to = reinterpret_cast<u32*>(static_cast<T*>(p.out) + (col0 + col) * p.c_col + row) + lane % 4;
+        to[0] = top;
+        to[4] = low;
       }
     }
   }
 }
 
-/// Units `first` to `last` to the result, 16 bytes of a column at a time.
-template <typename T, int kGroups, typename S>
-__device__ __forceinline__ void store(const Params& p, u32 from, int row, int col0, u32 first, u32 last) {
-  constexpr u32 kParts = rows(kGroups) / 8;  // of a column
-  const u32 begin = first / S::kWarps * 8 * kParts, end = (last + S::kWarps - 1) / S::kWarps * 8 * kParts;
-#pragma unroll 4
-  for (u32 n = begin + threadIdx.x; n < end; n += 128 * kGroups) {
-    const u32 col = n / kParts, part = n % kParts, unit = col / 8 * S::kWarps + part / 2;
-    if (unit >= first && unit < last && col < p.columns && col0 + col < p.n) {
-      u32 words[4];
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                   : "r"(from + col * S::kLine + part * 16)
-                   : "memory");
-      store_words<4>(static_cast<T*>(p.out) + (col0 + col) * p.c_col + row + part * 8, words);
-    }
+/// A warpgroup's sums, 64 rows, as the copy engine swizzles columns of 128 bytes.
+template <typename T, int kPiece = 0, int kSize>
+__device__ __forceinline__ void put(const float (&d)[kSize], u32 to) {
+  if constexpr (kPiece * 32 < kSize) {
+    store_piece<T, true, kPiece * 32>(d, to + kPiece * kPieceBytes);
+    put<T, kPiece + 1>(d, to);
   }
 }
 
-/// Sums become results. Where one CTA has all of them and nothing is added, they stay in registers.
-template <typename T, int kGroups, typename S, int kSize>
-__device__ __forceinline__ void finish_tile(const float (&d)[kSize], const Params& p, S& s, u32 base, int row, int col,
-                                            u32 rank) {
-  constexpr u32 kMet = 2;  // a named barrier
-  const u32 first = p.first_unit[rank], last = p.first_unit[rank + 1];
-  u32 results = base + S::kSums;
-  if (p.split == 1 && p.bias == nullptr && p.activation == 0) {
-#pragma unroll
-    for (u32 j = 0; j < kSize / 4; ++j) {
-      put<T, S>(d + 4 * j, results, j * S::kWarps + threadIdx.x / 32);
-    }
-  } else {
-    send(d, p, s, base, rank);
-    named_barrier(kMet, 128 * kGroups);  // what this CTA keeps; and its stages are free
-    mbarrier::wait(shared_address(&s.sums), 0);
-    results = base + S::kRing + (S::kSumsOverStages ? sums_bytes(2 * kSize, kGroups) : 0);
-    add_up<T, S>(p, base, results, row, first, last);
+/// Sums that one CTA has all of leave by the copy engine.
+template <typename T, typename S, int kSize>
+__device__ __forceinline__ void store(float (&d)[kSize], const Params& p, u32 base, int row, int col) {
+  const u32 group = threadIdx.x / 128, results = base + S::kSums + group * (2 * kSize * 128);
+  row += static_cast<int>(group * 64);
+  if (p.bias != nullptr || p.activation != 0) [[unlikely]] {
+    const int mine = row + static_cast<int>(threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4);
+    in_turns(d, [&](auto& some, int) { finish<T>(some, p, mine); });
   }
-  named_barrier(kMet, 128 * kGroups);
+  put<T>(d, results);
   wait_for_earlier_kernel();
-  store<T, kGroups, S>(p, results, row, col, first, last);
+  fence_async_proxy();
+  named_barrier(2 + group, 128);
+  if (threadIdx.x % 128 == 0) {
+    tma::store(&p.c, results, row, col, 0, 0);
+    tma::store_commit();
+    tma::store_wait_read<0>();
+  }
 }
 
 /// The last warp initialises the barriers and fetches at once; the other warps wait for the barriers, it waits for none
@@ -301,17 +310,22 @@ __global__ void __launch_bounds__(threads(kGroups), 1) product(const __grid_cons
       asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
     }
     float d[kColumns / 2];
-#pragma unroll
-    for (float& sum : d) {
-      sum = 0;
-    }
+    clear(d);
     multiply<T, kColumns>(d, s, base, p.stages, count);
     let_next_kernel_start();
     if constexpr (S::kSumsOverStages) {
       asm volatile("barrier.cluster.arrive;" ::: "memory");
     }
     asm volatile("barrier.cluster.wait;" ::: "memory");
-    finish_tile<T, kGroups>(d, p, s, base, row, col, rank);
+    if (p.split == 1) {
+      store<T, S>(d, p, base, row, col);
+    } else {
+      send(d, p, s, base, rank);
+      named_barrier(2, 128 * kGroups);  // what this CTA keeps
+      mbarrier::wait(shared_address(&s.sums), 0);
+      wait_for_earlier_kernel();
+      add_up<T, S>(p, base, row, col, rank);
+    }
   }
 }
 

@@ -272,26 +272,6 @@ __device__ __forceinline__ void add_parts(Sum (&d)[kSize], u32 base, int rank, i
   }
 }
 
-/// Calls `work(some, turn)` for 32 sums (64 columns), or 16, at a time, which then change places: unrolled for all of
-/// them, an activation took the compiler a third of its time.
-template <int kSize, typename Work>
-__device__ __forceinline__ void in_turns(float (&d)[kSize], Work work) {
-  constexpr int kEach = kSize % 32 == 0 ? 32 : 16;
-#pragma unroll 1
-  for (int turn = 0; turn < kSize / kEach; ++turn) {
-    float some[kEach];
-#pragma unroll
-    for (int n = 0; n < kEach; ++n) {
-      some[n] = d[n];
-    }
-    work(some, turn);
-#pragma unroll
-    for (int n = 0; n < kSize; ++n) {
-      d[n] = n < kSize - kEach ? d[n + kEach] : some[n - (kSize - kEach)];
-    }
-  }
-}
-
 /// Scales, bias, activation and the result's scale of sums whose first row and column in the result are these.
 template <int kSize>
 __device__ __forceinline__ void finish(float (&d)[kSize], const Params& p, int row, int col) {

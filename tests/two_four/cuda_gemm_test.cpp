@@ -159,7 +159,7 @@ TEST_F(TwoFourTmaGemm, WidthsOfLinearLayers) {
       for (const Index n : {8, 40, 96, 100, 192, 200, 384, 391}) {
         run({.m = 200, .n = n, .k = 324, .dtype = dtype, .out = dtype}, width(columns));
         run({.m = 256, .n = n, .k = 2176, .dtype = dtype, .out = dtype, .bias = true}, width(columns, 2));
-        if (columns > 96) {
+        if (columns == 224) {
           run({.m = 392, .n = n, .k = 708, .dtype = dtype, .out = dtype}, width(columns, 1, 2));
         }
       }
@@ -407,7 +407,7 @@ void repeat(const Config& config, DType dtype, int times, Context& context, DTyp
 }
 
 TEST_F(TwoFourTmaGemm, ThousandRunsAreEqual) {
-  for (const Config& config : {width(224), width(192, 2), width(160), width(96, 3), width(192, 1, 2)}) {
+  for (const Config& config : {width(224), width(192, 2), width(160), width(96, 3), width(224, 1, 2)}) {
     repeat(config, DType::bf16, 200, context, DType::bf16);
   }
   for (const Config& config : kConfigs) {

@@ -369,7 +369,7 @@ TEST_F(TwoFourSmallNTma, TilesOfColumns) {
     for (const int columns : {64, 96, 128, 192}) {
       for (const int groups : {1, 2}) {
         const int split = 1 + static_cast<int>((n + columns / 32 + 3 * groups) % 8);
-        const Config config = tile(columns, groups, split, 1 + groups % 2 * (split % 2));
+        const Config config = tile(columns, groups, split);
         const SmallN of{.m = 256,
                         .n = n,
                         .k = 1152,
@@ -387,7 +387,7 @@ TEST_F(TwoFourSmallNTma, TilesOfColumns) {
   }
   run_and_check({.m = 4096, .n = 300, .k = 256}, tile(64, 1));
   run_and_check({.m = 4096, .n = 300, .k = 256}, tile(64, 1, 1, 2));
-  run_and_check({.m = 2048, .n = 500, .k = 512}, tile(96, 2, 2));
+  run_and_check({.m = 2048, .n = 1000, .k = 512}, tile(96, 2));
 }
 
 TEST_F(TwoFourSmallNTma, WhatIsNotKeptIsNotMultiplied) {
@@ -398,7 +398,7 @@ TEST_F(TwoFourSmallNTma, WhatIsNotKeptIsNotMultiplied) {
 }
 
 TEST_F(TwoFourSmallNTma, ManyRunsAreEqual) {
-  for (const Config& config : {tile(64, 1, 5, 2), tile(96, 2, 3), tile(128, 2, 4), tile(192, 2, 2)}) {
+  for (const Config& config : {tile(64, 1, 2), tile(96, 2, 3), tile(128, 2, 4), tile(192, 2, 2)}) {
     repeat({.m = 512, .n = 380, .k = 2048}, config);
   }
   for (const Index n : {64, 16}) {

@@ -4,6 +4,7 @@
 #include <array>
 #include <tuple>
 
+#include "core/divide.h"
 #include "fretwork/two_four.h"
 #include "runtime/cuda_driver.h"
 
@@ -48,6 +49,23 @@ std::string Config::text() const {
 int Machine::clusters(int size) const {
   constexpr int kCounted[] = {132, 66, 39, 30, 22, 17, 15, 15}, kMultiprocessors = 132;
   return std::max(kCounted[size - 1] * multiprocessors / kMultiprocessors, 1);
+}
+
+/// `ctas` share an SM and take turns: two take less than twice as long as one.
+double TileCost::microseconds(const Problem& p, const Config& config, const Machine& machine, int ctas) const {
+  constexpr double kTwo = 0.64, kMegabyte = 1e6;
+  const auto number = [](std::int64_t n) { return static_cast<double>(n); };
+  const std::int64_t bytes = static_cast<std::int64_t>(size_of(p.dtype)), side = ceil_div(p.n, config.columns);
+  const std::int64_t tiles = ceil_div(p.m, rows) * side * p.batch, resident = machine.clusters(config.split) * ctas;
+  const double waves = number(ceil_div(tiles, resident)), steps = number(ceil_div(p.k * bytes, 256 * config.split));
+  const bool shared = ctas > 1 && tiles * config.split > machine.multiprocessors;
+  const double turns = waves * (shared ? ctas * kTwo : 1.0);
+  const double sparse = rows * 144.0, b = number(ceil_div(ceil_div(p.n, side), 8) * 8) * 256 / config.pair;
+  const double fetched = number(tiles * config.split) * steps * (sparse + b) / kMegabyte;
+  const double scale = cost::kMultiprocessors / machine.multiprocessors;
+  return cost::kLaunch + start + turns * (steps * step + tile) +
+         (config.split > 1 ? waves * (meet + each * (config.split - 1)) : 0.0) + (waves - 1) * wave +
+         (config.pair > 1 ? pair : 0.0) + (memory * sparse_bytes(p) / kMegabyte + l2 * fetched) * scale;
 }
 
 Config choose(const KernelFamily& family, const Problem& problem, const Machine& machine) {

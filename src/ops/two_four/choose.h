@@ -69,6 +69,20 @@ inline double sparse_bytes(const Problem& p) {
   return dense / 2 * static_cast<double>(size_of(p.dtype)) + dense / static_cast<double>(2 * group(p.dtype));
 }
 
+/// How long the tiles of a kernel for Hopper take, in microseconds.
+struct TileCost {
+  int rows, columns;
+  double start;       ///< of the kernel
+  double step;        ///< 256 bytes of b's depth
+  double tile;        ///< before its first step and after its last
+  double meet, each;  ///< where CTAs share the depth of a tile: once, and for every CTA but one
+  double memory, l2;  ///< of a megabyte of the sparse operand, and of all that CTAs fetch
+  double wave;        ///< between a wave and the next
+  double pair;        ///< where two CTAs share what they fetch of b
+
+  double microseconds(const Problem& problem, const Config& config, const Machine& machine, int ctas = 1) const;
+};
+
 /// What a family of kernels tells; nothing else knows how it works.
 struct KernelFamily {
   const char* name;

@@ -100,13 +100,15 @@ Config preferred(const Problem& p, const Machine& machine) {
   return {.family = &kSmallNRegisters, .warps = warps, .stages = blocks > warps * (tiles_of(p) == 1 ? 4 : 1) ? 2 : 1};
 }
 
-/// Fitted to 512² to 14336 × 4096 with 1 to 16 columns, bf16: 4.5 to 30 µs. How warps share the depth changes less than
-/// the model sees, so that `preferred` decides and the others come behind it.
+/// Fitted to 512² to 14336 × 4096 with 1 to 16 columns, bf16: 4.5 to 31 µs. The first megabytes take longer. How warps
+/// share the depth changes less than the model sees, so that `preferred` decides and the others come behind it.
 void list(const Problem& p, const Machine& machine, Candidates& list) {
-  constexpr double kRate = 3.05e6, kFirstBytes = 0.3, kSecondTile = 0.02, kNotPreferred = 0.1;
+  constexpr double kRate = 3.28e6, kFirstBytes = 0.6, kRampBytes = 3.5e6, kNotPreferred = 0.1;
   const Config best = preferred(p, machine);
-  const cost::Work work{.memory = sparse_bytes(p) / kRate,
-                        .serial = kFirstBytes + (tiles_of(p) - 1) * kSecondTile * static_cast<double>(p.k / kDepth)};
+  const double ramp = tiles_of(p) == 1 ? 0.25e-6 : 0.37e-6, each = tiles_of(p) == 1 ? 0.028 : 0.0625;  // of a block
+  const cost::Work work{
+      .memory = sparse_bytes(p) / kRate,
+      .serial = kFirstBytes + ramp * std::min(sparse_bytes(p), kRampBytes) + each * static_cast<double>(p.k / kDepth)};
   for (const int warps : kWarps) {
     for (const int blocks : kBlocks) {
       const Config config{.family = &kSmallNRegisters, .warps = warps, .stages = blocks};
@@ -211,46 +213,59 @@ std::int64_t columns_of(const Problem& p, const Config& config) {
 }
 int ctas_of(const Config& config) { return config.stages == stages(config.columns, groups_of(config), 1) ? 1 : 2; }
 
-/// Memory gives the sparse operand, L2 that and b to all CTAs, each of which has a port to it, and a CTA's sums go to
-/// others.
+/// Fitted to bench/results/h200/two_four_candidates.json and more such layers.
+constexpr TileCost kCosts[] = {
+    // rows, columns, start, step, tile, meet, each, memory, l2, wave, pair
+    {64, 16, 0.02, 0.103, 1.76, 1.18, 0.00, 0.164, 0.0286, 1.61, 0.00},
+    {64, 32, 0.09, 0.169, 1.59, 0.86, 0.00, 0.162, 0.0045, 0.63, 0.00},
+    {64, 64, 0.00, 0.138, 2.13, 0.92, 0.02, 0.123, 0.0373, 0.00, 0.00},
+    {64, 96, 0.00, 0.194, 2.26, 1.68, 0.00, 0.044, 0.0325, 0.13, 0.00},
+    {64, 128, 0.55, 0.281, 1.72, 1.77, 0.00, 0.122, 0.0175, 0.53, 0.00},
+    {128, 16, 0.00, 0.122, 2.08, 0.00, 0.10, 0.288, 0.0000, 0.05, 0.00},
+    {128, 32, 0.37, 0.203, 2.03, 0.50, 0.06, 0.201, 0.0027, 0.00, 0.00},
+    {128, 64, 0.38, 0.247, 2.43, 1.17, 0.08, 0.133, 0.0155, 0.60, 0.00},
+    {128, 96, 0.04, 0.286, 2.64, 2.70, 0.12, 0.000, 0.0353, 0.15, 0.00},
+    {128, 128, 0.27, 0.323, 2.77, 1.55, 0.41, 0.124, 0.0258, 0.45, 0.00},
+    {128, 192, 0.03, 0.439, 3.42, 4.58, 0.12, 0.055, 0.0356, 0.43, 0.00},
+};
 double cost(const Problem& p, const Config& config, const Machine& machine) {
-  constexpr double kMemory = 3.3e6, kL2 = 13.75e6, kPort = 0.11e6, kSums = 0.0825e6;  // bytes per microsecond
-  constexpr double kMeet = 1.0 / 275, kFirstBytes = 1.6;
-  const auto tiles = static_cast<double>(tiles_of(p, config)), columns = static_cast<double>(columns_of(p, config));
-  const double waves = std::ceil(tiles / (machine.clusters(config.split) * ctas_of(config)));
-  const double steps = static_cast<double>(ceil_div(p.k / kDepth, config.split));
-  const double sparse = config.rows * (kDepth + kDepth / 8), b = columns * kDepth * 2;
-  const double all = double(p.k / kDepth) * tiles, own = waves * ctas_of(config) * steps * (sparse + b) / kPort;
-  const double sums = 4.0 * config.rows * config.columns / kSums + kMeet * config.split;
-  const cost::Work work{.memory = sparse_bytes(p) / kMemory,
-                        .l2 = all * (sparse + b) / kL2,
-                        .busiest = own,
-                        .serial = waves * (kFirstBytes + sums) + own / 4};
-  return work.microseconds();
+  const auto* const found = std::ranges::find_if(
+      kCosts, [&](const TileCost& c) { return c.rows == config.rows && c.columns == config.columns; });
+  return found->microseconds(p, config, machine, ctas_of(config));
+}
+
+/// All tiles whose depth is shared run at once. Two CTAs share an SM where each has a tile and there are more of these
+/// than SMs; with fewer, the two of one SM would leave others idle.
+void list_tiles(const Problem& p, const Machine& machine, int columns, int groups, Candidates& list) {
+  constexpr std::int64_t kMostWaves = 4;
+  Config config{.family = &kSmallNTma, .rows = rows(groups), .columns = columns, .stages = stages(columns, groups, 1)};
+  const std::int64_t tiles = tiles_of(p, config);
+  if (p.m % config.rows != 0 || tiles > kMostWaves * machine.multiprocessors) {
+    return;
+  }
+  for (int split = 1; split <= kMostSplit; ++split) {
+    config.split = split;
+    if (split == 1 || (p.k / kDepth >= split && tiles <= machine.clusters(split))) {
+      list.add(config, cost(p, config, machine));
+    }
+  }
+  config.split = 1;
+  config.stages = stages(columns, groups, 2);
+  if (groups == 1 && config.stages > 1 && tiles > machine.multiprocessors) {
+    list.add(config, cost(p, config, machine));
+  }
 }
 
 void list(const Problem& p, const Machine& machine, Candidates& list) {
-  constexpr std::int64_t kMostWaves = 4;
   std::int64_t last = 0;  // tiles side by side of the width before: one that has as many gains nothing
   for (const int columns : kColumns) {
     const std::int64_t side = ceil_div(p.n, columns);
     if (std::exchange(last, side) == side || (columns < 64 && side > 2)) {
       continue;
     }
-    for (int n = 0; n < 4 * kMostSplit; ++n) {
-      const int groups = kGroups[static_cast<std::size_t>(n % 2)], ctas = 1 + n / 2 % 2, split = 1 + n / 4;
-      if (!has_kernel(columns, groups)) {
-        continue;
-      }
-      const Config config{.family = &kSmallNTma,
-                          .rows = rows(groups),
-                          .columns = columns,
-                          .split = split,
-                          .stages = stages(columns, groups, ctas)};
-      const bool fits =
-          p.m % config.rows == 0 && p.k / kDepth >= split && (ctas == 1 || (groups == 1 && config.stages > 1));
-      if (fits && tiles_of(p, config) * split <= kMostWaves * machine.multiprocessors) {
-        list.add(config, cost(p, config, machine));
+    for (const int groups : kGroups) {
+      if (has_kernel(columns, groups)) {
+        list_tiles(p, machine, columns, groups, list);
       }
     }
   }

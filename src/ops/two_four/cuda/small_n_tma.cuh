@@ -99,66 +99,42 @@ struct Words {
   }
 };
 
-/// A warpgroup multiplies 64 rows. A step begins while the one before it runs; when that has completed, its stage is
-/// released and its registers of metadata, which its products looked at, are read anew. Branches lie where no product
-/// runs: with one in between, ptxas lets every product wait for the one before.
+/// A warpgroup multiplies 64 rows. The next step's metadata is read while products run: a register of metadata must
+/// stay untouched until its products have completed.
 template <typename T, int kColumns, typename S>
 __device__ __forceinline__ void multiply(float (&d)[kColumns / 2], S& s, u32 base, u32 stages, int count) {
   Consumer<0> ring;
   Words<S> words(base);
-  u32 e[2][2], oldest = 0;  // stage that is not released
-  const auto begin = [&](const u32(&metadata)[2]) {
-    s.ring.wait(ring);
-    const u32 at = base + S::kRing + ring.stage * S::kBytes;
-    const u64 left = wgmma::descriptor<128>(at + threadIdx.x / 128 * (64 * 128));
-    const u64 right = wgmma::descriptor<128>(at + S::kLeftBytes);
-    wgmma::fence();
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const u64 a = left + h * 4, b = right + h * (kColumns * 128 >> 4);
-      wgmma::multiply_sparse<T, kColumns, wgmma::Major::k, 0>(d, a, b, metadata[h]);
-      wgmma::multiply_sparse<T, kColumns, wgmma::Major::k, 1>(d, a + 2, b + 4, metadata[h]);
-    }
-    wgmma::commit();
-    ring.next(stages);
-  };
-  const auto release_oldest = [&] {
-    s.ring.release(static_cast<int>(oldest));
-    oldest = oldest + 1 == stages ? 0 : oldest + 1;
-  };
-  int step = 0;
-  if (count % 2 != 0) {
-    words.read(e[0], s, step++);
-    begin(e[0]);
-    wgmma::wait<0>();
-    wgmma::metadata_read(e[0]);
-    release_oldest();
-  }
-#pragma unroll
-  for (int n = 0; n < kColumns / 2; ++n) {
-    asm volatile("" : "+f"(d[n]));  // else ptxas moves sums around between products, and lets these wait
-  }
-  if (step == count) {
-    return;
-  }
-  words.read(e[0], s, step);
-  words.read(e[1], s, step + 1);
-  begin(e[0]);
+  u32 e[2][2];
+  words.read(e[0], s, 0);
 #pragma unroll 1
-  for (step += 2; step < count; step += 2) {
+  for (int pair = 0; pair < count; pair += 2) {
 #pragma unroll
     for (int turn = 0; turn < 2; ++turn) {
-      begin(e[1 - turn]);
-      wgmma::wait<1>();
-      wgmma::metadata_read(e[turn]);
-      release_oldest();
-      words.read(e[turn], s, step + turn);
+      const int step = pair + turn;
+      if (step < count) {
+        s.ring.wait(ring);
+        const u32 at = base + S::kRing + ring.stage * S::kBytes;
+        const u64 left = wgmma::descriptor<128>(at + threadIdx.x / 128 * (64 * 128));
+        const u64 right = wgmma::descriptor<128>(at + S::kLeftBytes);
+        wgmma::fence();
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const u64 a = left + h * 4, b = right + h * (kColumns * 128 >> 4);
+          wgmma::multiply_sparse<T, kColumns, wgmma::Major::k, 0>(d, a, b, e[turn][h]);
+          wgmma::multiply_sparse<T, kColumns, wgmma::Major::k, 1>(d, a + 2, b + 4, e[turn][h]);
+        }
+        wgmma::commit();
+        if (step + 1 < count) {
+          words.read(e[1 - turn], s, step + 1);
+        }
+        wgmma::wait<0>();
+        wgmma::metadata_read(e[turn]);
+        s.ring.release(static_cast<int>(ring.stage));
+        ring.next(stages);
+      }
     }
   }
-  begin(e[1]);
-  wgmma::wait<0>();
-  wgmma::metadata_read(e[0]);
-  wgmma::metadata_read(e[1]);
 }
 
 /// Sends a warp's sums, unit by unit, to the CTAs that finish them. There they lie by sender.

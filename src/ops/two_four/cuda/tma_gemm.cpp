@@ -39,9 +39,9 @@ KernelSpec spec(DType dtype, bool b_along_k, int width, bool pair) {
               (b_along_k ? ", true" : ", false") + (pair ? ", true>" : ", false>"),
           shared_bytes(width)};
 }
-/// Pairs gain where many CTAs read the same columns of b: in wide tiles, or of linear layers.
+/// Pairs gain in wide tiles, where many CTAs read the same columns of b.
 bool can_pair(DType dtype, bool b_along_k, int width) {
-  return size_of(dtype) == 2 && (width == 256 || (b_along_k && width >= 128));
+  return size_of(dtype) == 2 && (width == 256 || (b_along_k && width == 224));
 }
 /// b along n, pairs, and widths for linear layers only of 16-bit types: wgmma reads others along k, and they gain
 /// nothing from pairs.
@@ -133,28 +133,32 @@ bool is_linear(const Problem& p) {
 
 // --------------------------------------------------------------------------------------------------------- cost
 
-/// A step of 256 columns takes 0.43 µs, and the numbers of others are relative to it, read off products of 1024³ to
-/// 8192³; a step of 64 columns and what four parts cost are estimates. Where the sparse operand takes as long as the
-/// steps, they overlap in part: 512² to 14336 × 4096 with 64 columns were within 15%.
+/// Fitted to bench/results/h200/two_four_candidates.json and more such layers.
+constexpr TileCost kCosts[] = {
+    // rows, columns, start, step, tile, meet, each, memory, l2, wave, pair
+    {128, 64, 2.62, 0.359, 0.65, 1.08, 0.62, 0.122, 0.0183, 0.10, 0.00},
+    {128, 96, 2.48, 0.414, 0.56, 1.42, 0.85, 0.142, 0.0158, 0.00, 0.00},
+    {128, 128, 2.37, 0.419, 0.98, 1.10, 0.98, 0.156, 0.0184, 0.02, 0.01},
+    {128, 160, 2.07, 0.440, 1.36, 3.05, 1.00, 0.206, 0.0169, 0.01, 0.00},
+    {128, 192, 2.37, 0.482, 1.10, 1.94, 1.11, 0.253, 0.0225, 0.00, 0.03},
+    {128, 224, 2.16, 0.575, 1.52, 0.01, 5.12, 0.269, 0.0181, 0.01, 0.00},
+    {128, 256, 6.00, 0.724, 1.13, 1.48, 0.71, 0.212, 0.0083, 0.00, 2.03},
+};
+/// Pairs were fitted where few columns of b are read by many CTAs. Elsewhere they gain up to 6% where b lies along n
+/// and CTAs have several tiles, and mostly lose as much: the gain is a tie-break, which does not decide about the
+/// width.
 double cost(const Problem& p, const Config& config, const Machine& machine) {
-  constexpr double kStep = 0.43, kStepOf64 = 0.45;
-  constexpr double kEpilogue = 1 / 51.2, kPart = 2.5;  // in steps: of a column, of a part of the depth
-  constexpr double kFirstBytes = 1.7, kNotOverlapped = 0.4;
-  // Pairs gain up to 6% where CTAs have several tiles and b is contiguous along n, or has but two tiles of columns, and
-  // mostly lose as much elsewhere. The gain is counted as a tie-break: it does not decide about the width.
   constexpr double kPairGain = 0.999, kPairLoss = 1.06;
-  const std::int64_t tiles = tiles_of(p, config.columns);
-  const double step = kStepOf64 + (1 - kStepOf64) * (config.columns - 64) / 192.0;
-  const double around = config.columns * kEpilogue + (config.split > 1 ? kPart * config.split : 0.0);
-  const double each = static_cast<double>(ceil_div(steps_of(p), config.split)) * step + around;
-  const auto waves = static_cast<double>(ceil_div(tiles, machine.clusters(config.split)));
-  const bool gains =
-      tiles > machine.multiprocessors && (p.b.row != 1 || (p.batch == 1 && ceil_div(p.n, config.columns) == 2));
-  const double pair = config.pair == 1 ? 1.0 : gains ? kPairGain : kPairLoss;
-  const double memory = sparse_bytes(p) / cost::kMemory, steps = waves * each * kStep * pair;
-  const cost::Work work{
-      .memory = memory, .busiest = steps, .serial = kFirstBytes + kNotOverlapped * std::min(memory, steps)};
-  return work.microseconds();
+  constexpr std::int64_t kFewTiles = 3;
+  const TileCost& tile = *std::ranges::find(kCosts, config.columns, &TileCost::columns);
+  const bool along_k = p.b.row == 1;
+  if (config.pair == 1 || (along_k && p.batch == 1 && ceil_div(p.n, config.columns) <= kFewTiles)) {
+    return tile.microseconds(p, config, machine);
+  }
+  Config alone = config;
+  alone.pair = 1;
+  const bool gains = !along_k && tiles_of(p, config.columns) > machine.multiprocessors;
+  return tile.microseconds(p, alone, machine) * (gains ? kPairGain : kPairLoss);
 }
 
 /// A cluster that splits the depth has one tile; every part of the depth has some chunks of metadata.

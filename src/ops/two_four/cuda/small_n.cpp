@@ -105,7 +105,7 @@ Config preferred(const Problem& p, const Machine& machine) {
 void list(const Problem& p, const Machine& machine, Candidates& list) {
   constexpr double kRate = 3.28e6, kFirstBytes = 0.6, kRampBytes = 3.5e6, kNotPreferred = 0.1;
   const Config best = preferred(p, machine);
-  const double ramp = tiles_of(p) == 1 ? 0.25e-6 : 0.37e-6, each = tiles_of(p) == 1 ? 0.028 : 0.0625;  // of a block
+  const double ramp = tiles_of(p) == 1 ? 0.25e-6 : 0.30e-6, each = tiles_of(p) == 1 ? 0.028 : 0.0625;  // of a block
   const cost::Work work{
       .memory = sparse_bytes(p) / kRate,
       .serial = kFirstBytes + ramp * std::min(sparse_bytes(p), kRampBytes) + each * static_cast<double>(p.k / kDepth)};

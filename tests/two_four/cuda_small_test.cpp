@@ -1,4 +1,4 @@
-// 2:4 products with up to 64 columns on a GPU, on each of the kernels for them, against float64 made from the nibbles
+// 2:4 products with few columns on a GPU, on each of the kernels for them, against float64 made from the nibbles
 // alone. Skipped where there is none.
 #include <gtest/gtest.h>
 

@@ -289,7 +289,9 @@ void launch(const Problem& p, const Config& config, const Machine& /*machine*/, 
   params.values = views.values->map(kDepth / 2, tile);
   params.words = views.words->map(64, tile);
   params.b = views.b->map(64, static_cast<std::uint32_t>(columns));
-  params.c = views.c->map(64, static_cast<std::uint32_t>(columns));
+  if (config.split == 1) {  // else threads write
+    params.c = views.c->map(64, static_cast<std::uint32_t>(columns));
+  }
   params.out = p.c.data;
   params.c_col = p.c.col;
   params.bias = p.bias.data;

@@ -81,6 +81,7 @@ TEST(TwoFourChoose, LargeProducts) {
     EXPECT_EQ(chosen(8192, 8192, 8192, b), large);
     EXPECT_EQ(chosen(4096, 14336, 4096, b), large);
     EXPECT_EQ(chosen(14336, 4096, 4096, b), large);
+    EXPECT_EQ(chosen(14336, 4096, 512, b), width(256, 1, 2));
     EXPECT_EQ(chosen(2048, 2048, 2048, b), width(256));
   }
 }

@@ -144,21 +144,23 @@ constexpr TileCost kCosts[] = {
     {128, 224, 2.16, 0.575, 1.52, 0.01, 5.12, 0.269, 0.0181, 0.01, 0.00},
     {128, 256, 6.00, 0.724, 1.13, 1.48, 0.71, 0.212, 0.0083, 0.00, 2.03},
 };
-/// Pairs were fitted where few columns of b are read by many CTAs. Elsewhere they gain up to 6% where b lies along n
-/// and CTAs have several tiles, and mostly lose as much: the gain is a tie-break, which does not decide about the
-/// width.
+/// Pairs were fitted where few columns of b are read by many CTAs. They gain up to 7% where CTAs have several tiles, of
+/// two tiles of columns or with b along n, and mostly lose as much elsewhere: the gain is a tie-break, which does not
+/// decide about the width.
 double cost(const Problem& p, const Config& config, const Machine& machine) {
   constexpr double kPairGain = 0.999, kPairLoss = 1.06;
   constexpr std::int64_t kFewTiles = 3;
   const TileCost& tile = *std::ranges::find(kCosts, config.columns, &TileCost::columns);
-  const bool along_k = p.b.row == 1;
-  if (config.pair == 1 || (along_k && p.batch == 1 && ceil_div(p.n, config.columns) <= kFewTiles)) {
+  if (config.pair == 1) {
     return tile.microseconds(p, config, machine);
   }
   Config alone = config;
   alone.pair = 1;
-  const bool gains = !along_k && tiles_of(p, config.columns) > machine.multiprocessors;
-  return tile.microseconds(p, alone, machine) * (gains ? kPairGain : kPairLoss);
+  const bool along_k = p.b.row == 1 && p.batch == 1;
+  const std::int64_t side = ceil_div(p.n, config.columns);
+  const bool gains = (!along_k || side == 2) && tiles_of(p, config.columns) > machine.multiprocessors;
+  const double cost = tile.microseconds(p, alone, machine) * (gains ? kPairGain : kPairLoss);
+  return along_k && side <= kFewTiles ? std::min(cost, tile.microseconds(p, config, machine)) : cost;
 }
 
 /// A cluster that splits the depth has one tile; every part of the depth has some chunks of metadata.

@@ -11,12 +11,13 @@ namespace fretwork {
 inline constexpr u32 kPieceBytes = 8192;
 
 /// Sums of a warpgroup (kAt … kAt + 31 of a thread: 64 × 64) to 8 KB of shared memory as the copy engine swizzles rows
-/// of 128 bytes: rows first, or columns first.
+/// of 128 bytes: rows first, or columns first. The last of a tile may have 32 columns.
 template <typename T, bool kTransposed, int kAt, int kSize>
 __device__ __forceinline__ void store_piece(const float (&d)[kSize], u32 to) {
+  constexpr int kEights = kSize - kAt < 32 ? (kSize - kAt) / 4 : 8;  // of columns
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
 #pragma unroll
-  for (int j = 0; j < 8; j += 2) {
+  for (int j = 0; j < kEights; j += 2) {
     const int at = kAt + 4 * j;
     const u32 a = narrow_pair<T>(d[at], d[at + 1]), b = narrow_pair<T>(d[at + 2], d[at + 3]);
     const u32 c = narrow_pair<T>(d[at + 4], d[at + 5]), e = narrow_pair<T>(d[at + 6], d[at + 7]);
@@ -26,6 +27,26 @@ __device__ __forceinline__ void store_piece(const float (&d)[kSize], u32 to) {
     } else {
       const u32 row = 16 * warp + lane / 8 % 2 * 8 + lane % 8, unit = j + lane / 16;
       wgmma::store_pieces(to + tma::swizzled<128>(row * 128 + unit * 16), a, b, c, e);
+    }
+  }
+}
+
+/// Calls `work(some, turn)` for 32 of a thread's sums at a time, or fewer, which then change places: unrolled for all
+/// of them, an activation took the compiler a third of its time.
+template <int kSize, typename Work>
+__device__ __forceinline__ void in_turns(float (&d)[kSize], Work work) {
+  constexpr int kEach = kSize % 32 == 0 ? 32 : kSize % 16 == 0 ? 16 : 8;
+#pragma unroll 1
+  for (int turn = 0; turn < kSize / kEach; ++turn) {
+    float some[kEach];
+#pragma unroll
+    for (int n = 0; n < kEach; ++n) {
+      some[n] = d[n];
+    }
+    work(some, turn);
+#pragma unroll
+    for (int n = 0; n < kSize; ++n) {
+      d[n] = n < kSize - kEach ? d[n + kEach] : some[n - (kSize - kEach)];
     }
   }
 }

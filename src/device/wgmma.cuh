@@ -81,10 +81,16 @@ __device__ __forceinline__ void metadata_read(const u32 (&words)[kCount]) {
   FRETWORK_ACC32                                                                     \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define FRETWORK_ACC80 \
+  FRETWORK_ACC64       \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define FRETWORK_ACC96                                                               \
   FRETWORK_ACC64                                                                     \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
   ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define FRETWORK_ACC112 \
+  FRETWORK_ACC96        \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define FRETWORK_ACC128                                                                          \
   FRETWORK_ACC96                                                                                 \
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
@@ -268,15 +274,43 @@ __device__ __forceinline__ void multiply_tf32(float (&d)[kN / 2], const u32 (&le
                ", " b ", " e ", " select ", p" signs ";\n}"                                                           \
                : __VA_ARGS__                                                                                          \
                : "l"(left), "l"(right), "r"(metadata), "n"(kSelect), "n"(kRight == Major::mn ? 1 : 0))
-#define FRETWORK_WGMMA_SP_F32(type, signs_64, signs_128, signs_256)                                             \
-  if constexpr (kN == 64) {                                                                                     \
-    FRETWORK_WGMMA_SP(type, "64", FRETWORK_ACC32, "%32", "%33", "%34", "%35", signs_64, FRETWORK_F32(0));       \
-  } else if constexpr (kN == 128) {                                                                             \
-    FRETWORK_WGMMA_SP(type, "128", FRETWORK_ACC64, "%64", "%65", "%66", "%67", signs_128, FRETWORK_F32(0),      \
-                      FRETWORK_F32(32));                                                                        \
-  } else {                                                                                                      \
-    FRETWORK_WGMMA_SP(type, "256", FRETWORK_ACC128, "%128", "%129", "%130", "%131", signs_256, FRETWORK_F32(0), \
-                      FRETWORK_F32(32), FRETWORK_F32(64), FRETWORK_F32(96));                                    \
+// 16-bit types: `right` has a major, and there are more widths.
+#define FRETWORK_WGMMA_SP_HALF(type)                                                                               \
+  if constexpr (kN == 16) {                                                                                        \
+    FRETWORK_WGMMA_SP(type, "16", FRETWORK_ACC8, "%8", "%9", "%10", "%11", ", 1, 1, 0, %12", FRETWORK_F8(0));      \
+  } else if constexpr (kN == 32) {                                                                                 \
+    FRETWORK_WGMMA_SP(type, "32", FRETWORK_ACC16, "%16", "%17", "%18", "%19", ", 1, 1, 0, %20", FRETWORK_F8(0),    \
+                      FRETWORK_F8(8));                                                                             \
+  } else if constexpr (kN == 64) {                                                                                 \
+    FRETWORK_WGMMA_SP(type, "64", FRETWORK_ACC32, "%32", "%33", "%34", "%35", ", 1, 1, 0, %36", FRETWORK_F32(0));  \
+  } else if constexpr (kN == 96) {                                                                                 \
+    FRETWORK_WGMMA_SP(type, "96", FRETWORK_ACC48, "%48", "%49", "%50", "%51", ", 1, 1, 0, %52", FRETWORK_F32(0),   \
+                      FRETWORK_F8(32), FRETWORK_F8(40));                                                           \
+  } else if constexpr (kN == 128) {                                                                                \
+    FRETWORK_WGMMA_SP(type, "128", FRETWORK_ACC64, "%64", "%65", "%66", "%67", ", 1, 1, 0, %68", FRETWORK_F32(0),  \
+                      FRETWORK_F32(32));                                                                           \
+  } else if constexpr (kN == 160) {                                                                                \
+    FRETWORK_WGMMA_SP(type, "160", FRETWORK_ACC80, "%80", "%81", "%82", "%83", ", 1, 1, 0, %84", FRETWORK_F32(0),  \
+                      FRETWORK_F32(32), FRETWORK_F8(64), FRETWORK_F8(72));                                         \
+  } else if constexpr (kN == 192) {                                                                                \
+    FRETWORK_WGMMA_SP(type, "192", FRETWORK_ACC96, "%96", "%97", "%98", "%99", ", 1, 1, 0, %100", FRETWORK_F32(0), \
+                      FRETWORK_F32(32), FRETWORK_F32(64));                                                         \
+  } else if constexpr (kN == 224) {                                                                                \
+    FRETWORK_WGMMA_SP(type, "224", FRETWORK_ACC112, "%112", "%113", "%114", "%115", ", 1, 1, 0, %116",             \
+                      FRETWORK_F32(0), FRETWORK_F32(32), FRETWORK_F32(64), FRETWORK_F8(96), FRETWORK_F8(104));     \
+  } else {                                                                                                         \
+    FRETWORK_WGMMA_SP(type, "256", FRETWORK_ACC128, "%128", "%129", "%130", "%131", ", 1, 1, 0, %132",             \
+                      FRETWORK_F32(0), FRETWORK_F32(32), FRETWORK_F32(64), FRETWORK_F32(96));                      \
+  }
+#define FRETWORK_WGMMA_SP_F32(type)                                                                            \
+  if constexpr (kN == 64) {                                                                                    \
+    FRETWORK_WGMMA_SP(type, "64", FRETWORK_ACC32, "%32", "%33", "%34", "%35", ", 1, 1", FRETWORK_F32(0));      \
+  } else if constexpr (kN == 128) {                                                                            \
+    FRETWORK_WGMMA_SP(type, "128", FRETWORK_ACC64, "%64", "%65", "%66", "%67", ", 1, 1", FRETWORK_F32(0),      \
+                      FRETWORK_F32(32));                                                                       \
+  } else {                                                                                                     \
+    FRETWORK_WGMMA_SP(type, "256", FRETWORK_ACC128, "%128", "%129", "%130", "%131", ", 1, 1", FRETWORK_F32(0), \
+                      FRETWORK_F32(32), FRETWORK_F32(64), FRETWORK_F32(96));                                   \
   }
 #define FRETWORK_WGMMA_SP_I32(type)                                                                                    \
   if constexpr (kN == 64) {                                                                                            \
@@ -296,31 +330,20 @@ __device__ __forceinline__ void multiply_tf32(float (&d)[kN / 2], const u32 (&le
 template <typename T, int kN, Major kRight, int kSelect, typename Sum>
 __device__ __forceinline__ void multiply_sparse(Sum (&d)[kN / 2], u64 left, u64 right, u32 metadata) {
   constexpr bool kHalf = is_same<T, f16> || is_same<T, bf16>;
-  static_assert(kN == 64 || kN == 128 || kN == 256 || (kHalf && (kN == 16 || kN == 32)), "no instruction here");
+  static_assert(kN == 64 || kN == 128 || kN == 256 || (kHalf && (kN == 16 || (kN % 32 == 0 && kN < 256))),
+                "no instruction here");
   static_assert(kRight == Major::k || kHalf);
   static_assert(kSelect == 0 || sizeof(T) > 1);
-  if constexpr (kN == 16 && is_same<T, f16>) {
-    FRETWORK_WGMMA_SP("k32.f32.f16.f16", "16", FRETWORK_ACC8, "%8", "%9", "%10", "%11", ", 1, 1, 0, %12",
-                      FRETWORK_F8(0));
-  } else if constexpr (kN == 16) {
-    FRETWORK_WGMMA_SP("k32.f32.bf16.bf16", "16", FRETWORK_ACC8, "%8", "%9", "%10", "%11", ", 1, 1, 0, %12",
-                      FRETWORK_F8(0));
-  } else if constexpr (kN == 32 && is_same<T, f16>) {
-    FRETWORK_WGMMA_SP("k32.f32.f16.f16", "32", FRETWORK_ACC16, "%16", "%17", "%18", "%19", ", 1, 1, 0, %20",
-                      FRETWORK_F8(0), FRETWORK_F8(8));
-  } else if constexpr (kN == 32) {
-    FRETWORK_WGMMA_SP("k32.f32.bf16.bf16", "32", FRETWORK_ACC16, "%16", "%17", "%18", "%19", ", 1, 1, 0, %20",
-                      FRETWORK_F8(0), FRETWORK_F8(8));
-  } else if constexpr (is_same<T, f16>) {
-    FRETWORK_WGMMA_SP_F32("k32.f32.f16.f16", ", 1, 1, 0, %36", ", 1, 1, 0, %68", ", 1, 1, 0, %132");
+  if constexpr (is_same<T, f16>) {
+    FRETWORK_WGMMA_SP_HALF("k32.f32.f16.f16");
   } else if constexpr (is_same<T, bf16>) {
-    FRETWORK_WGMMA_SP_F32("k32.f32.bf16.bf16", ", 1, 1, 0, %36", ", 1, 1, 0, %68", ", 1, 1, 0, %132");
+    FRETWORK_WGMMA_SP_HALF("k32.f32.bf16.bf16");
   } else if constexpr (is_same<T, f8_e4m3>) {
-    FRETWORK_WGMMA_SP_F32("k64.f32.e4m3.e4m3", ", 1, 1", ", 1, 1", ", 1, 1");
+    FRETWORK_WGMMA_SP_F32("k64.f32.e4m3.e4m3");
   } else if constexpr (is_same<T, f8_e5m2>) {
-    FRETWORK_WGMMA_SP_F32("k64.f32.e5m2.e5m2", ", 1, 1", ", 1, 1", ", 1, 1");
+    FRETWORK_WGMMA_SP_F32("k64.f32.e5m2.e5m2");
   } else if constexpr (is_same<T, float>) {
-    FRETWORK_WGMMA_SP_F32("k16.f32.tf32.tf32", ", 1, 1", ", 1, 1", ", 1, 1");
+    FRETWORK_WGMMA_SP_F32("k16.f32.tf32.tf32");
   } else if constexpr (is_same<T, u8>) {
     FRETWORK_WGMMA_SP_I32("k64.s32.u8.u8");
   } else {
@@ -330,6 +353,7 @@ __device__ __forceinline__ void multiply_sparse(Sum (&d)[kN / 2], u64 left, u64 
 }
 
 #undef FRETWORK_WGMMA_SP
+#undef FRETWORK_WGMMA_SP_HALF
 #undef FRETWORK_WGMMA_SP_F32
 #undef FRETWORK_WGMMA_SP_I32
 #undef FRETWORK_WGMMA_SS
@@ -348,7 +372,9 @@ __device__ __forceinline__ void multiply_sparse(Sum (&d)[kN / 2], u64 left, u64 
 #undef FRETWORK_ACC24
 #undef FRETWORK_ACC48
 #undef FRETWORK_ACC64
+#undef FRETWORK_ACC80
 #undef FRETWORK_ACC96
+#undef FRETWORK_ACC112
 #undef FRETWORK_ACC128
 
 /// Four 8×8 pieces to or from shared memory; lanes 8i … 8i+7 give the addresses of the rows of piece i.

@@ -192,7 +192,7 @@ TEST_F(Explain, TwoFour) {
   };
   EXPECT_TRUE(linear(2048, 2048, 1).starts_with("small_n_registers"));
   EXPECT_TRUE(linear(4096, 4096, 16).starts_with("small_n_tma"));
-  EXPECT_TRUE(linear(4000, 4096, 32).starts_with("small_n_cp_async"));
+  EXPECT_TRUE(linear(4000, 4096, 16).starts_with("small_n_cp_async"));
   EXPECT_TRUE(linear(4096, 4096, 4096).starts_with("tma_gemm"));
 }
 

@@ -1,13 +1,15 @@
-// 2:4 products with up to 64 columns on a GPU, on each of the kernels for them, against float64 made from the nibbles
+// 2:4 products with few columns on a GPU, on each of the kernels for them, against float64 made from the nibbles
 // alone. Skipped where there is none.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <memory>
 #include <vector>
 
 #include "ops/two_four/choose.h"
+#include "ops/two_four/cuda/params.h"
 #include "runtime/cuda_driver.h"
 #include "support/device_tensor.h"
 #include "two_four/product.h"
@@ -291,8 +293,16 @@ TEST_F(TwoFourSmallNCpAsync, LeavesTheRestToOthers) {
 
 // ------------------------------------------------------------------------------------------------- small_n_tma
 
-/// Warpgroups of a CTA, with 64 rows each, and CTAs that share the depth.
-Config split_config(int groups, int split) { return {.family = &kSmallNTma, .rows = 64 * groups, .split = split}; }
+/// Warpgroups of a CTA, with 64 rows each, CTAs that share the depth, and that share an SM.
+Config tile(int columns, int groups, int split = 1, int ctas = 1) {
+  return {.family = &kSmallNTma,
+          .rows = 64 * groups,
+          .columns = columns,
+          .split = split,
+          .stages = small_n_tma::stages(columns, groups, ctas)};
+}
+/// With the least width that has all columns.
+Config split_config(int groups, int split, Index n) { return tile(n <= 16 ? 16 : n <= 32 ? 32 : 64, groups, split); }
 
 class TwoFourSmallNTma : public TwoFourSmallNCpAsync {
  protected:
@@ -309,7 +319,7 @@ TEST_F(TwoFourSmallNTma, EveryConfig) {
     for (int split = 1; split <= 8; ++split) {
       for (const Index n : {1, 16, 31, 64}) {
         const DType dtype = split % 2 == 0 ? DType::bf16 : DType::f16;
-        run_and_check({.m = 256, .n = n, .k = 1152, .dtype = dtype, .out = dtype}, split_config(groups, split));
+        run_and_check({.m = 256, .n = n, .k = 1152, .dtype = dtype, .out = dtype}, split_config(groups, split, n));
       }
     }
   }
@@ -317,16 +327,16 @@ TEST_F(TwoFourSmallNTma, EveryConfig) {
 
 TEST_F(TwoFourSmallNTma, EveryNumberOfColumns) {
   for (Index n = 1; n <= 64; ++n) {
-    run_and_check({.m = 128, .n = n, .k = 640}, split_config(1 + static_cast<int>(n % 2), 2));
+    run_and_check({.m = 128, .n = n, .k = 640}, split_config(1 + static_cast<int>(n % 2), 2, n));
   }
 }
 
 TEST_F(TwoFourSmallNTma, Depths) {
   for (const Index k : {128, 256, 384, 512, 640, 1024, 2176, 4096, 14336}) {
     for (const int groups : {1, 2}) {
-      run_and_check({.m = 128, .n = 40, .k = k}, split_config(groups, 1));
+      run_and_check({.m = 128, .n = 40, .k = k}, split_config(groups, 1, 40));
       if (k >= 384) {
-        run_and_check({.m = 128, .n = 12, .k = k}, split_config(groups, 3));
+        run_and_check({.m = 128, .n = 12, .k = k}, split_config(groups, 3, 12));
       }
     }
   }
@@ -344,35 +354,66 @@ TEST_F(TwoFourSmallNTma, PitchesAndEpilogues) {
                        .pad = 8,
                        .bias = bias,
                        .activation = activation},
-                      split_config(2, 3));
+                      split_config(2, 3, 19));
       }
     }
   }
   for (const int bytes : {1, 2, 4}) {
-    run_and_check({.m = 64, .n = 64, .k = 1024, .word_bytes = bytes}, split_config(1, 2));
+    run_and_check({.m = 64, .n = 64, .k = 1024, .word_bytes = bytes}, tile(64, 1, 2));
   }
 }
 
+/// Tiles side by side that share the columns evenly, more of them than there are SMs, and two CTAs to an SM.
+TEST_F(TwoFourSmallNTma, TilesOfColumns) {
+  for (const Index n : {65, 96, 100, 128, 129, 200, 255, 384, 391, 1000}) {
+    for (const int columns : {64, 96, 128, 192}) {
+      for (const int groups : {1, 2}) {
+        const int split = 1 + static_cast<int>((n + columns / 32 + 3 * groups) % 8);
+        const Config config = tile(columns, groups, split);
+        const SmallN of{.m = 256,
+                        .n = n,
+                        .k = 1152,
+                        .dtype = split % 3 == 0 ? DType::f16 : DType::bf16,
+                        .out = split % 3 == 0 ? DType::f16 : DType::bf16,
+                        .pad = n % 2 == 0 ? 8 : 0,
+                        .bias = columns == 96 || n == 100,
+                        .activation = n == 384 ? Activation::gelu : Activation::none};
+        Problem p = of.product().problem();
+        if (const auto all = candidates(p, {}); std::ranges::find(all, config, &Candidate::config) != all.end()) {
+          run_and_check(of, config);
+        }
+      }
+    }
+  }
+  run_and_check({.m = 4096, .n = 300, .k = 256}, tile(64, 1));
+  run_and_check({.m = 4096, .n = 300, .k = 256}, tile(64, 1, 1, 2));
+  run_and_check({.m = 2048, .n = 1000, .k = 512}, tile(96, 2));
+}
+
 TEST_F(TwoFourSmallNTma, WhatIsNotKeptIsNotMultiplied) {
+  run_and_check({.m = 128, .n = 200, .k = 1024, .spoil = true}, tile(128, 2, 4));
   for (const Index n : {1, 30, 64}) {
-    run_and_check({.m = 128, .n = n, .k = 1024, .spoil = true}, split_config(2, 4));
+    run_and_check({.m = 128, .n = n, .k = 1024, .spoil = true}, split_config(2, 4, n));
   }
 }
 
 TEST_F(TwoFourSmallNTma, ManyRunsAreEqual) {
+  for (const Config& config : {tile(64, 1, 2), tile(96, 2, 3), tile(128, 2, 4), tile(192, 2, 2)}) {
+    repeat({.m = 512, .n = 380, .k = 2048}, config);
+  }
   for (const Index n : {64, 16}) {
-    repeat({.m = 512, .n = n, .k = 4096}, split_config(2, 3));
+    repeat({.m = 512, .n = n, .k = 4096}, split_config(2, 3, n));
   }
 }
 
 TEST_F(TwoFourSmallNTma, LeavesTheRestToOthers) {
-  const auto takes = [](const auto& change, const Config& config = split_config(2, 1)) {
+  const auto takes = [](const auto& change, const Config& config = tile(16, 2)) {
     return two_four::takes({.m = 128, .n = 8, .k = 256}, config, change);
   };
   EXPECT_TRUE(takes([](Problem&) {}));
-  EXPECT_FALSE(takes([](Problem&) {}, split_config(3, 1)));
-  EXPECT_FALSE(takes([](Problem&) {}, split_config(2, 3)));  // of two steps
-  EXPECT_FALSE(takes([](Problem& p) { p.n = 65; }));
+  EXPECT_FALSE(takes([](Problem&) {}, tile(16, 3)));
+  EXPECT_FALSE(takes([](Problem&) {}, tile(16, 2, 3)));  // of two steps
+  EXPECT_FALSE(takes([](Problem&) {}, tile(64, 2)));     // 16 are enough
   EXPECT_FALSE(takes([](Problem& p) { p.m = 64; }));
   EXPECT_FALSE(takes([](Problem& p) { p.k = 192; }));
   EXPECT_FALSE(takes([](Problem& p) { p.batch = 2; }));

@@ -1,8 +1,10 @@
 // Chooses the kernel of a 2:4 product on a GPU, and says where a dense product is faster.
 #include "ops/two_four/choose.h"
 
-#include <cmath>
+#include <array>
+#include <tuple>
 
+#include "core/divide.h"
 #include "fretwork/two_four.h"
 #include "runtime/cuda_driver.h"
 
@@ -13,21 +15,6 @@ namespace driver = fretwork::cuda;
 
 constexpr const KernelFamily* kFamilies[] = {&kSmallNRegisters, &kSmallNTma, &kSmallNCpAsync,
                                              &kTmaGemm,         &kPortable,  &kGeneric};
-
-/// The family that a call takes: the first that fits, in the order of their speed. Later ones are not priced, because
-/// counting their clusters would compile their kernels.
-/// With up to 64 columns the kernels for them win wherever they fit: 4096² bf16 with 16 columns takes 12.6 µs on
-/// small_n_tma and 15.2 on small_n_cp_async, 2048² 7.6 on small_n_registers and 8.3 on small_n_tma.
-/// small_n_cp_async loses to tma_gemm with more than 32 columns (4096² with 64: 21.0 and 17.5 µs), and where b does not
-/// lie along k, which it gathers through registers in 1.5 to 3 times as long.
-const KernelFamily& choose_family(const Problem& p, const Machine& machine) {
-  constexpr std::int64_t kFewColumns = 32;
-  const bool few = p.n * p.batch <= kFewColumns && p.b.row == 1;
-  const KernelFamily* const order[] = {
-      &kSmallNRegisters, &kSmallNTma, few ? &kSmallNCpAsync : &kTmaGemm, few ? &kTmaGemm : &kSmallNCpAsync,
-      &kPortable,        &kGeneric};
-  return **std::ranges::find_if(order, [&](const KernelFamily* family) { return family->fits(p, machine); });
-}
 
 }  // namespace
 
@@ -59,26 +46,42 @@ std::string Config::text() const {
   return text;
 }
 
-/// Costs are lower bounds until the clusters that run at once were counted, which takes a compiled kernel: only the
-/// cheapest are counted.
-Config choose(const KernelFamily& family, const Problem& problem, const Machine& machine, const CountClusters& count) {
-  Candidates list;
-  family.list(problem, machine, list);
-  std::array<bool, Candidates::kMost> counted{};
-  while (true) {
-    const std::span<Candidate> all = list.all();
-    Candidate& best = cheapest<Config>(all);
-    bool& known = counted[static_cast<std::size_t>(&best - all.data())];
-    if (known || best.config.split == 1 || family.cost == nullptr) {
-      return best.config;
-    }
-    best.microseconds = family.cost(problem, best.config, machine, count(best.config));
-    known = true;
-  }
+int Machine::clusters(int size) const {
+  constexpr int kCounted[] = {132, 66, 39, 30, 22, 17, 15, 15}, kMultiprocessors = 132;
+  return std::max(kCounted[size - 1] * multiprocessors / kMultiprocessors, 1);
 }
 
-Config choose(const Problem& problem, const Machine& machine, const CountClusters& count) {
-  return choose(choose_family(problem, machine), problem, machine, count);
+/// `ctas` share an SM and take turns: two take less than twice as long as one.
+double TileCost::microseconds(const Problem& p, const Config& config, const Machine& machine, int ctas) const {
+  constexpr double kTwo = 0.64, kMegabyte = 1e6;
+  const auto number = [](std::int64_t n) { return static_cast<double>(n); };
+  const std::int64_t bytes = static_cast<std::int64_t>(size_of(p.dtype)), side = ceil_div(p.n, config.columns);
+  const std::int64_t tiles = ceil_div(p.m, rows) * side * p.batch, resident = machine.clusters(config.split) * ctas;
+  const double waves = number(ceil_div(tiles, resident)), steps = number(ceil_div(p.k * bytes, 256 * config.split));
+  const bool shared = ctas > 1 && tiles * config.split > machine.multiprocessors;
+  const double turns = waves * (shared ? ctas * kTwo : 1.0);
+  const double sparse = rows * 144.0, b = number(ceil_div(ceil_div(p.n, side), 8) * 8) * 256 / config.pair;
+  const double fetched = number(tiles * config.split) * steps * (sparse + b) / kMegabyte;
+  const double scale = cost::kMultiprocessors / machine.multiprocessors;
+  return cost::kLaunch + start + turns * (steps * step + tile) +
+         (config.split > 1 ? waves * (meet + each * (config.split - 1)) : 0.0) + (waves - 1) * wave +
+         (config.pair > 1 ? pair : 0.0) + (memory * sparse_bytes(p) / kMegabyte + l2 * fetched) * scale;
+}
+
+Config choose(const KernelFamily& family, const Problem& problem, const Machine& machine) {
+  Candidates list;
+  family.list(problem, machine, list);
+  return cheapest<Config>(list.all()).config;
+}
+
+Config choose(const Problem& problem, const Machine& machine) {
+  Candidates list;
+  for (const KernelFamily* family : kFamilies) {
+    if (family->fits(problem, machine)) {
+      family->list(problem, machine, list);
+    }
+  }
+  return cheapest<Config>(list.all()).config;
 }
 
 std::vector<Candidate> candidates(const Problem& problem, const Machine& machine) {
@@ -102,33 +105,10 @@ std::string text_of(const Problem& p) {
          (p.batch > 1 ? ", batch " + number(p.batch) : "") + ", " + name_of(p.dtype) + " to " + name_of(p.out);
 }
 
-/// The configurations of the family that is taken, without those whose clusters do not all run at once, and the
-/// cheapest of every other family that fits. Costs are lower bounds where they are above that of the one taken.
-std::vector<Explained> explained(const Problem& problem, const Config& taken, const Machine& machine, int device) {
+std::vector<Explained> explained(const Problem& problem, const Machine& machine) {
   std::vector<Explained> all;
-  for (const KernelFamily* family : kFamilies) {
-    if (!family->fits(problem, machine)) {
-      continue;
-    }
-    Candidates list;
-    family->list(problem, machine, list);
-    if (family != taken.family) {
-      const Candidate& best = cheapest<Config>(list.all());
-      all.push_back({best.config.text(), best.microseconds});
-      continue;
-    }
-    const auto counted = [&](const Candidate& one) {
-      return one.config.split > 1 && family->cost != nullptr
-                 ? family->cost(problem, one.config, machine, family->clusters(problem, one.config, device))
-                 : one.microseconds;
-    };
-    const double most = counted(*std::ranges::find(list.all(), taken, &Candidate::config));
-    for (const Candidate& one : list.all()) {
-      const double cost = one.microseconds <= most ? counted(one) : one.microseconds;  // choose() did not count others
-      if (std::isfinite(cost)) {
-        all.push_back({one.config.text(), cost});
-      }
-    }
+  for (const auto& [config, microseconds] : candidates(problem, machine)) {
+    all.push_back({config.text(), microseconds});
   }
   return all;
 }
@@ -138,14 +118,42 @@ void launch(const Problem& problem, const Config& config, const Machine& machine
   if (explains()) [[unlikely]] {
     const bool over = writes_over({problem.c.data}, {problem.b.data, problem.values.data, problem.words.data});
     const auto named = [&] { return call(), config.text(); };
-    return explain(context, text_of(problem), explained(problem, config, machine, context.device.index), named, over);
+    return explain(context, text_of(problem), explained(problem, machine), named, over);
   }
   call();
 }
 
-void launch_cheapest(const KernelFamily& family, const Problem& problem, const Machine& machine, Context& context) {
-  const auto count = [&](const Config& config) { return family.clusters(problem, config, context.device.index); };
-  launch(problem, choose(family, problem, machine, std::cref(count)), machine, context);
+/// Everything that a choice looks at. Pointers count by their place in 16 bytes, and by whether they are there.
+using Numbers = std::array<std::int64_t, 17>;
+Numbers numbers_of(const Problem& p, const Context& context) {
+  std::int64_t end = static_cast<std::int64_t>(p.activation) << 8 | static_cast<std::int64_t>(p.out) << 16 |
+                     std::int64_t{p.word_bytes} << 24;
+  for (const void* const given : {p.bias.data, p.scale_s.data, p.scale_b.data}) {
+    end = (end & ~0xff) | (end & 0xff) << 1 | std::int64_t{given != nullptr};
+  }
+  end |= std::int64_t{p.scale_out != nullptr} << 32;
+  return {p.m,
+          p.n,
+          p.k,
+          p.batch,
+          p.values.line,
+          p.values.along,
+          p.words.line,
+          p.words.along,
+          p.b.row,
+          p.b.col,
+          p.b.batch,
+          p.c.row,
+          p.c.col,
+          p.c.batch,
+          end,
+          address_bits({p.values.data, p.words.data, p.b.data, p.c.data}),
+          settings_of(p.dtype, context)};
+}
+
+const Config& chosen_lately(const Problem& problem, const Machine& machine, const Context& context) {
+  thread_local Lately<std::tuple_size_v<Numbers>, Config> lately;
+  return lately.get(numbers_of(problem, context), [&] { return choose(problem, machine); });
 }
 
 }  // namespace
@@ -153,7 +161,7 @@ void launch_cheapest(const KernelFamily& family, const Problem& problem, const M
 void cuda::run(const Problem& problem, Context& context) {
   const driver::DeviceScope scope(context.device.index);
   const Machine machine = Machine::of(context);
-  launch_cheapest(choose_family(problem, machine), problem, machine, context);
+  launch(problem, chosen_lately(problem, machine, context), machine, context);
 }
 
 bool cuda::run(const Problem& problem, const KernelFamily& family, Context& context) {
@@ -162,7 +170,7 @@ bool cuda::run(const Problem& problem, const KernelFamily& family, Context& cont
   if (!family.fits(problem, machine)) {
     return false;
   }
-  launch_cheapest(family, problem, machine, context);
+  launch(problem, choose(family, problem, machine), machine, context);
   return true;
 }
 

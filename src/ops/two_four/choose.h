@@ -26,6 +26,9 @@ struct Machine {
   bool hopper = true;       ///< kernels for sm_90a run
   bool fp8_mma_sp = false;  ///< mma.sp takes fp8 as it is
   Precision precision = Precision::ieee;
+  /// Clusters of up to 8 CTAs, one to an SM, that run at once: fewer than there are SMs for, as a cluster stays within
+  /// a part of the chip. Counted on an H200; another GPU is taken for a larger or smaller one.
+  int clusters(int size) const;
   static Machine of(const Context& context);
 };
 
@@ -45,10 +48,10 @@ struct Config {
 
 using Candidate = fretwork::Candidate<Config>;
 
-/// A list of fixed capacity: a call allocates nothing. small_n_cp_async has most, 8 splits × 4 heights of tiles.
+/// A list of fixed capacity: a call allocates nothing.
 class Candidates {
  public:
-  static constexpr std::size_t kMost = 32;
+  static constexpr std::size_t kMost = 256;
   Candidates() {}  // NOLINT: elements come to life in add
   void add(const Config& config, double microseconds) { std::construct_at(&all_[count_++], config, microseconds); }
   std::span<Candidate> all() { return {all_, count_}; }
@@ -66,28 +69,34 @@ inline double sparse_bytes(const Problem& p) {
   return dense / 2 * static_cast<double>(size_of(p.dtype)) + dense / static_cast<double>(2 * group(p.dtype));
 }
 
+/// How long the tiles of a kernel for Hopper take, in microseconds.
+struct TileCost {
+  int rows, columns;
+  double start;       ///< of the kernel
+  double step;        ///< 256 bytes of b's depth
+  double tile;        ///< before its first step and after its last
+  double meet, each;  ///< where CTAs share the depth of a tile: once, and for every CTA but one
+  double memory, l2;  ///< of a megabyte of the sparse operand, and of all that CTAs fetch
+  double wave;        ///< between a wave and the next
+  double pair;        ///< where two CTAs share what they fetch of b
+
+  double microseconds(const Problem& problem, const Config& config, const Machine& machine, int ctas = 1) const;
+};
+
 /// What a family of kernels tells; nothing else knows how it works.
 struct KernelFamily {
   const char* name;
   bool (*fits)(const Problem& problem, const Machine& machine);
-  /// The configurations of a problem that fits, with their cost, or a lower bound of it where that depends on how many
-  /// clusters run at once.
+  /// The configurations of a problem that fits, with their cost. Needs no GPU and compiles nothing.
   void (*list)(const Problem& problem, const Machine& machine, Candidates& list);
-  /// The cost where `clusters` run at once; infinite if that is too few. Null where clusters do not matter.
-  double (*cost)(const Problem& problem, const Config& config, const Machine& machine, std::int64_t clusters);
-  /// How many clusters of a configuration run at once. Compiles its kernel.
-  int (*clusters)(const Problem& problem, const Config& config, int device);
   void (*launch)(const Problem& problem, const Config& config, const Machine& machine, Context& context);
 };
 extern const KernelFamily kSmallNRegisters, kSmallNTma, kSmallNCpAsync, kTmaGemm, kPortable, kGeneric;
 
-/// Answers what KernelFamily::clusters does.
-using CountClusters = std::function<int(const Config& config)>;
-
 /// The cheapest configuration of a family that fits.
-Config choose(const KernelFamily& family, const Problem& problem, const Machine& machine, const CountClusters& count);
+Config choose(const KernelFamily& family, const Problem& problem, const Machine& machine);
 /// The configuration that a call takes.
-Config choose(const Problem& problem, const Machine& machine, const CountClusters& count);
+Config choose(const Problem& problem, const Machine& machine);
 /// Every configuration of every family that fits, cheapest first.
 std::vector<Candidate> candidates(const Problem& problem, const Machine& machine);
 

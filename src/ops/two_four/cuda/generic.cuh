@@ -3,7 +3,7 @@
 // is multiplied.
 #pragma once
 
-#include "ops/two_four/cuda/metadata.cuh"
+#include "ops/two_four/cuda/elements.cuh"
 #include "ops/two_four/cuda/params.h"
 #include "ops/two_four/cuda/store.cuh"
 

@@ -4,7 +4,7 @@
 
 #include "device/mma.cuh"
 #include "device/types.cuh"
-#include "ops/two_four/cuda/metadata.cuh"
+#include "ops/two_four/cuda/elements.cuh"
 #include "ops/two_four/cuda/params.h"
 
 namespace fretwork::two_four {

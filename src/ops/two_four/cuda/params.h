@@ -61,8 +61,8 @@ struct PackMetadataParams {
 
 namespace tma_gemm {
 
-/// A CTA computes 128 rows × `width` columns (64, 128 or 256) at a time. Its first 128 threads fetch, the others
-/// multiply.
+/// A CTA computes 128 rows × `width` columns, a multiple of 32 up to 256, at a time. Its first 128 threads fetch, the
+/// others multiply.
 inline constexpr int kRows = 128, kThreads = 384;
 /// Metadata comes in chunks of 64 bytes of each row, for several steps of the depth.
 inline constexpr int kChunkRow = 64, kChunkBytes = kRows * kChunkRow, kChunks = 4;
@@ -75,6 +75,16 @@ inline constexpr int kMostSplit = 4;         ///< CTAs, a cluster, that share th
 constexpr int stage_bytes(int width) { return kRows * 64 + width * 128; }
 /// As many as fit into 160 KB.
 constexpr int stages(int width) { return 163840 / stage_bytes(width); }
+/// Widths between the powers of two take linear layers of 16-bit types only: c along m, written by the copy engine.
+constexpr bool for_linear(int width) { return (width & (width - 1)) != 0; }
+/// Columns of a result that the copy engine writes at once.
+constexpr int box_columns(int width) { return for_linear(width) ? 32 : 64; }
+/// CTAs of a cluster that store a part of the tile whose depth they share: whole boxes.
+constexpr int slices(int width) { return width > 64 && width % 64 == 0 ? 2 : 1; }
+/// Whether there is room for the sums of `split` CTAs where the stages were.
+constexpr bool can_split(int width, int split) {
+  return kRows * width / slices(width) * 4 * (split - 1) <= stages(width) * stage_bytes(width);
+}
 /// The ring begins at a multiple of 1024 bytes.
 constexpr int shared_bytes(int width) {
   return stages(width) * stage_bytes(width) + kChunks * kChunkBytes + kStagingBytes + 1024;
@@ -110,7 +120,8 @@ struct Params {
 
 namespace small_n_tma {
 
-/// A CTA has 64 rows for each of its warpgroups, 1 or 2, and one more warp that fetches.
+/// A CTA has 64 rows for each of its warpgroups, 1 or 2, and one more warp that fetches; and up to 16, 32, 64, 96 or
+/// 128 columns.
 constexpr int rows(int groups) { return 64 * groups; }
 constexpr int threads(int groups) { return 128 * groups + 32; }
 
@@ -124,33 +135,40 @@ constexpr int chunk_bytes(int groups) { return rows(groups) * 64; }
 /// columns, of which it finishes them.
 inline constexpr int kMostSplit = 8, kUnitBytes = 512;
 constexpr int units(int columns, int groups) { return columns / 8 * 4 * groups; }
-constexpr int slots(int columns, int groups, int split) { return (units(columns, groups) + split - 1) / split; }
 constexpr int sums_bytes(int columns, int groups) { return (units(columns, groups) + kMostSplit) * kUnitBytes; }
+/// Sums of large tiles take the place of the stages, when all CTAs of a cluster are done with these. Others have a
+/// place of their own, so that no CTA waits for another before it sends.
+constexpr bool sums_over_stages(int columns, int groups) { return columns * groups > 128; }
 
-constexpr int bytes_but_stages(int columns, int groups) {
-  return 1024 + kChunks * chunk_bytes(groups) + sums_bytes(columns, groups);
+/// Metadata, sums, and then the stages.
+constexpr int bytes_before_stages(int columns, int groups) {
+  return kChunks * chunk_bytes(groups) + (sums_over_stages(columns, groups) ? 0 : sums_bytes(columns, groups));
 }
-/// As many as fit.
-constexpr int stages(int columns, int groups) {
-  return ((226 << 10) - bytes_but_stages(columns, groups)) / stage_bytes(columns, groups);
+/// Stages of `ctas` CTAs that share an SM, of 228 KB of which 1 KB goes to the system for each.
+constexpr int stages(int columns, int groups, int ctas) {
+  return ((228 << 10) / ctas - 3072 - bytes_before_stages(columns, groups)) / stage_bytes(columns, groups);
 }
-constexpr int shared_bytes(int columns, int groups) {
-  return bytes_but_stages(columns, groups) + stages(columns, groups) * stage_bytes(columns, groups);
+inline constexpr int kMostStages = 18;
+constexpr int shared_bytes(int columns, int groups, int stages) {
+  return 1024 + bytes_before_stages(columns, groups) + stages * stage_bytes(columns, groups);
 }
 
 struct Params {
   Map values;  ///< along k × m
   Map words;   ///< bytes along k × m
   Map b;       ///< along k × n
-  void* out;   ///< contiguous along m
+  Map c;       ///< along m × n
+  void* out;   ///< contiguous along m, in whole units of 16 bytes
   long long c_col;
   const void* bias;  ///< of the result's dtype, or null
   long long bias_stride;
   int activation;  ///< as fretwork::Activation counts
   int n;
+  int columns;        ///< of a tile, a multiple of 8
+  Divisor col_tiles;  ///< side by side
+  int stages;
   int split;                                                   ///< CTAs of a cluster
   int slots;                                                   ///< most units that one of them finishes
-  unsigned inverse;                                            ///< 2^31 / split, rounded up
   int first_step[kMostSplit + 1], first_unit[kMostSplit + 1];  ///< of each
 };
 

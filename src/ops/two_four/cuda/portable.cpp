@@ -268,7 +268,7 @@ void launch_generic(const Problem& problem, const Config& /*config*/, const Mach
 
 }  // namespace
 
-const KernelFamily kPortable{"portable", portable_fits, list_portable, nullptr, nullptr, launch_portable};
-const KernelFamily kGeneric{"generic", generic_fits, list_generic, nullptr, nullptr, launch_generic};
+const KernelFamily kPortable{"portable", portable_fits, list_portable, launch_portable};
+const KernelFamily kGeneric{"generic", generic_fits, list_generic, launch_generic};
 
 }  // namespace fretwork::two_four

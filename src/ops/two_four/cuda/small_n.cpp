@@ -1,14 +1,16 @@
-// Host side of the kernels for up to 64 columns. small_n_registers: few columns and small weights on Hopper.
+// Host side of the kernels for few columns. small_n_registers: few columns and small weights on Hopper.
 // small_n_tma: whole tiles on Hopper. small_n_cp_async: from sm_80 on.
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <iterator>
 #include <limits>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/divide.h"
@@ -98,13 +100,15 @@ Config preferred(const Problem& p, const Machine& machine) {
   return {.family = &kSmallNRegisters, .warps = warps, .stages = blocks > warps * (tiles_of(p) == 1 ? 4 : 1) ? 2 : 1};
 }
 
-/// Fitted to 512² to 14336 × 4096 with 1 to 16 columns, bf16: 4.5 to 30 µs. How warps share the depth changes less than
-/// the model sees, so that `preferred` decides and the others come behind it.
+/// Fitted to 512² to 14336 × 4096 with 1 to 16 columns, bf16: 4.5 to 31 µs. The first megabytes take longer. How warps
+/// share the depth changes less than the model sees, so that `preferred` decides and the others come behind it.
 void list(const Problem& p, const Machine& machine, Candidates& list) {
-  constexpr double kRate = 3.05e6, kFirstBytes = 0.3, kSecondTile = 0.02, kNotPreferred = 0.1;
+  constexpr double kRate = 3.28e6, kFirstBytes = 0.6, kRampBytes = 3.5e6, kNotPreferred = 0.1;
   const Config best = preferred(p, machine);
-  const cost::Work work{.memory = sparse_bytes(p) / kRate,
-                        .serial = kFirstBytes + (tiles_of(p) - 1) * kSecondTile * static_cast<double>(p.k / kDepth)};
+  const double ramp = tiles_of(p) == 1 ? 0.25e-6 : 0.30e-6, each = tiles_of(p) == 1 ? 0.028 : 0.0625;  // of a block
+  const cost::Work work{
+      .memory = sparse_bytes(p) / kRate,
+      .serial = kFirstBytes + ramp * std::min(sparse_bytes(p), kRampBytes) + each * static_cast<double>(p.k / kDepth)};
   for (const int warps : kWarps) {
     for (const int blocks : kBlocks) {
       const Config config{.family = &kSmallNRegisters, .warps = warps, .stages = blocks};
@@ -144,98 +148,132 @@ void launch(const Problem& p, const Config& config, const Machine& /*machine*/, 
 }  // namespace
 }  // namespace small_n_registers
 
-const KernelFamily kSmallNRegisters{
-    "small_n_registers", small_n_registers::fits, small_n_registers::list, nullptr, nullptr, small_n_registers::launch};
+const KernelFamily kSmallNRegisters{"small_n_registers", small_n_registers::fits, small_n_registers::list,
+                                    small_n_registers::launch};
 
 // ------------------------------------------------------------------------------------------------- small_n_tma
 
 namespace small_n_tma {
 namespace {
 
-constexpr std::array kColumns = {16, 32, 64};
+constexpr std::array kColumns = {16, 32, 64, 96, 128, 192};
 constexpr std::array kGroups = {1, 2};
-static_assert(shared_bytes(64, 2) + 256 <= 227 << 10 && stages(64, 2) > 3);
+static_assert(stages(16, 1, 1) <= kMostStages && stages(128, 2, 1) > 3);
+static_assert(sums_bytes(192, 2) <= stages(192, 2, 1) * stage_bytes(192, 2));
+/// Wide tiles of few rows would fetch b too often.
+constexpr bool has_kernel(int columns, int groups) { return groups == 2 || columns <= 128; }
 
 KernelSpec spec(DType dtype, int columns, int groups) {
-  return instance("small_n_tma", dtype, {columns, groups}, shared_bytes(columns, groups));
+  return instance("small_n_tma", dtype, {columns, groups}, shared_bytes(columns, groups, stages(columns, groups, 1)));
 }
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
-  for (std::size_t n = 0; n < 12 && arch == "sm_90a"; ++n) {
-    list.push_back(spec(kHalfTypes[n / 6], kColumns[n / 2 % 3], kGroups[n % 2]));
+  for (const DType dtype : kHalfTypes) {
+    for (std::size_t n = 0; n < 2 * kColumns.size() && arch == "sm_90a"; ++n) {
+      if (has_kernel(kColumns[n / 2], kGroups[n % 2])) {
+        list.push_back(spec(dtype, kColumns[n / 2], kGroups[n % 2]));
+      }
+    }
   }
   return list;
 }
 const KernelList kKernels{"two_four", list_kernels};
-constinit KernelTable<12> kernels;
+constinit KernelTable<4 * kColumns.size()> kernels;
 
-int columns_of(const Problem& p) { return *std::ranges::lower_bound(kColumns, static_cast<int>(p.n)); }
 /// Warpgroups of a CTA, with 64 rows each.
 int groups_of(const Config& config) { return config.rows / rows(1); }
 
-const Kernel& kernel(const Problem& p, int groups, int device) {
-  const int columns = columns_of(p);
-  const std::size_t number = (place_in(kHalfTypes, p.dtype) * 3 + place_in(kColumns, columns)) * 2;
-  return kernels.get(number + place_in(kGroups, groups), device, [&] { return spec(p.dtype, columns, groups); });
+const Kernel& kernel(const Problem& p, const Config& config, int device) {
+  const std::size_t number = place_in(kHalfTypes, p.dtype) * kColumns.size() + place_in(kColumns, config.columns);
+  return kernels.get(2 * number + place_in(kGroups, groups_of(config)), device,
+                     [&] { return spec(p.dtype, config.columns, groups_of(config)); });
 }
 
 struct Views {
-  std::optional<TiledView> values, words, b;
+  std::optional<TiledView> values, words, b, c;
   explicit Views(const Problem& p)
       : values(make_tiled_view(p.values.data, {p.k / 2, p.m, 1, 1}, {p.values.along, p.values.line, 0, 0})),
         words(make_tiled_view(p.words.data, {p.k / 8, p.m, 1, 1}, {1, p.words.line * p.word_bytes, 0, 0}, 1)),
-        b(make_tiled_view(p.b.data, {p.k, p.n, 1, 1}, {p.b.row, p.b.col, 0, 0})) {}
-  bool all() const { return values && words && b; }
+        b(make_tiled_view(p.b.data, {p.k, p.n, 1, 1}, {p.b.row, p.b.col, 0, 0})),
+        c(make_tiled_view(p.c.data, {p.m, p.n, 1, 1}, {p.c.row, p.c.col, 0, 0})) {}
+  bool all() const { return values && words && b && c; }
 };
 
 bool fits(const Problem& p, const Machine& machine) {
-  const bool result = p.c.row == 1 && is_aligned(p.c.data, 4) && (p.n == 1 || p.c.col % 2 == 0);
-  return is_half_linear(p, machine, kColumns.back()) && p.m % rows(1) == 0 && result &&
-         p.m / rows(p.m % rows(2) == 0 ? 2 : 1) <= machine.multiprocessors && Views(p).all();
+  constexpr std::int64_t kMostColumns = 4096;
+  return is_half_linear(p, machine, kMostColumns) && p.m % rows(1) == 0 && Views(p).all();
 }
 
-/// Memory gives the sparse operand, L2 that and b to all CTAs, each of which has a port to it, and a CTA's sums go to
-/// others. The rates chose best among all configurations of 39 products, 1024² to 14336 × 4096; their scale and the
-/// first bytes' latency are those of 512² to 8192² with 1 to 64 columns, within 7%.
-double cost(const Problem& p, const Config& config, const Machine& /*machine*/, std::int64_t clusters) {
-  constexpr double kMemory = 3.3e6, kL2 = 13.75e6, kPort = 0.11e6, kSums = 0.0825e6;  // bytes per microsecond
-  constexpr double kMeet = 1.0 / 275, kFirstBytes = 1.6;
-  if (p.m / config.rows > clusters) {
-    return std::numeric_limits<double>::infinity();  // all must run at once
+std::int64_t tiles_of(const Problem& p, const Config& config) {
+  return p.m / config.rows * ceil_div(p.n, config.columns);
+}
+/// Tiles share the columns evenly.
+std::int64_t columns_of(const Problem& p, const Config& config) {
+  return ceil_div(ceil_div(p.n, ceil_div(p.n, config.columns)), 8) * 8;
+}
+int ctas_of(const Config& config) { return config.stages == stages(config.columns, groups_of(config), 1) ? 1 : 2; }
+
+/// Fitted to bench/results/h200/two_four_candidates.json and more such layers.
+constexpr TileCost kCosts[] = {
+    // rows, columns, start, step, tile, meet, each, memory, l2, wave, pair
+    {64, 16, 0.02, 0.103, 1.76, 1.18, 0.00, 0.164, 0.0286, 1.61, 0.00},
+    {64, 32, 0.09, 0.169, 1.59, 0.86, 0.00, 0.162, 0.0045, 0.63, 0.00},
+    {64, 64, 0.00, 0.138, 2.13, 0.92, 0.02, 0.123, 0.0373, 0.00, 0.00},
+    {64, 96, 0.00, 0.194, 2.26, 1.68, 0.00, 0.044, 0.0325, 0.13, 0.00},
+    {64, 128, 0.55, 0.281, 1.72, 1.77, 0.00, 0.122, 0.0175, 0.53, 0.00},
+    {128, 16, 0.00, 0.122, 2.08, 0.00, 0.10, 0.288, 0.0000, 0.05, 0.00},
+    {128, 32, 0.37, 0.203, 2.03, 0.50, 0.06, 0.201, 0.0027, 0.00, 0.00},
+    {128, 64, 0.38, 0.247, 2.43, 1.17, 0.08, 0.133, 0.0155, 0.60, 0.00},
+    {128, 96, 0.04, 0.286, 2.64, 2.70, 0.12, 0.000, 0.0353, 0.15, 0.00},
+    {128, 128, 0.27, 0.323, 2.77, 1.55, 0.41, 0.124, 0.0258, 0.45, 0.00},
+    {128, 192, 0.03, 0.439, 3.42, 4.58, 0.12, 0.055, 0.0356, 0.43, 0.00},
+};
+double cost(const Problem& p, const Config& config, const Machine& machine) {
+  const auto* const found = std::ranges::find_if(
+      kCosts, [&](const TileCost& c) { return c.rows == config.rows && c.columns == config.columns; });
+  return found->microseconds(p, config, machine, ctas_of(config));
+}
+
+/// All tiles whose depth is shared run at once. Two CTAs share an SM where each has a tile and there are more of these
+/// than SMs; with fewer, the two of one SM would leave others idle.
+void list_tiles(const Problem& p, const Machine& machine, int columns, int groups, Candidates& list) {
+  constexpr std::int64_t kMostWaves = 4;
+  Config config{.family = &kSmallNTma, .rows = rows(groups), .columns = columns, .stages = stages(columns, groups, 1)};
+  const std::int64_t tiles = tiles_of(p, config);
+  if (p.m % config.rows != 0 || tiles > kMostWaves * machine.multiprocessors) {
+    return;
   }
-  const double ctas = static_cast<double>(p.m / config.rows * config.split);
-  const double steps = static_cast<double>(ceil_div(p.k / kDepth, config.split));
-  const double sparse = config.rows * (kDepth + kDepth / 8), b = double(p.n) * kDepth * 2;
-  const double all = double(p.k / kDepth) / config.split * ctas, own = steps * (sparse + b) / kPort;
-  const double sums = 4.0 * config.rows * columns_of(p) / kSums + kMeet * config.split;
-  const cost::Work work{.memory = all * sparse / kMemory,
-                        .l2 = all * (sparse + b) / kL2,
-                        .busiest = own,
-                        .serial = kFirstBytes + own / 4 + sums};
-  return work.microseconds();
+  for (int split = 1; split <= kMostSplit; ++split) {
+    config.split = split;
+    if (split == 1 || (p.k / kDepth >= split && tiles <= machine.clusters(split))) {
+      list.add(config, cost(p, config, machine));
+    }
+  }
+  config.split = 1;
+  config.stages = stages(columns, groups, 2);
+  if (groups == 1 && config.stages > 1 && tiles > machine.multiprocessors) {
+    list.add(config, cost(p, config, machine));
+  }
 }
 
 void list(const Problem& p, const Machine& machine, Candidates& list) {
-  for (const int groups : kGroups) {
-    for (int split = 1; split <= kMostSplit; ++split) {
-      const Config config{.family = &kSmallNTma, .rows = rows(groups), .split = split};
-      if (p.m % config.rows == 0 && p.k / kDepth >= split) {
-        list.add(config, cost(p, config, machine, machine.multiprocessors / split));
+  std::int64_t last = 0;  // tiles side by side of the width before: one that has as many gains nothing
+  for (const int columns : kColumns) {
+    const std::int64_t side = ceil_div(p.n, columns);
+    if (std::exchange(last, side) == side || (columns < 64 && side > 2)) {
+      continue;
+    }
+    for (const int groups : kGroups) {
+      if (has_kernel(columns, groups)) {
+        list_tiles(p, machine, columns, groups, list);
       }
     }
   }
 }
 
-int clusters(const Problem& p, const Config& config, int device) {
-  const int groups = groups_of(config);
-  return kernel(p, groups, device)
-      .resident_clusters(config.split, threads(groups), shared_bytes(columns_of(p), groups));
-}
-
 void share(Params& params, int steps, int units, int split) {
   params.split = split;
   params.slots = (units + split - 1) / split;
-  params.inverse = ((1u << 31) + static_cast<unsigned>(split) - 1) / static_cast<unsigned>(split);
   for (int rank = 0; rank <= split; ++rank) {
     params.first_step[rank] = static_cast<int>(std::int64_t{rank} * steps / split);
     params.first_unit[rank] = rank * units / split;
@@ -244,29 +282,35 @@ void share(Params& params, int steps, int units, int split) {
 
 void launch(const Problem& p, const Config& config, const Machine& /*machine*/, Context& context) {
   const Views views(p);
-  const int columns = columns_of(p), groups = groups_of(config);
+  const int groups = groups_of(config);
   const auto tile = static_cast<std::uint32_t>(config.rows);
+  const std::int64_t columns = columns_of(p, config);
   Params params{};
   params.values = views.values->map(kDepth / 2, tile);
   params.words = views.words->map(64, tile);
   params.b = views.b->map(64, static_cast<std::uint32_t>(columns));
+  if (config.split == 1) {  // else threads write
+    params.c = views.c->map(64, static_cast<std::uint32_t>(columns));
+  }
   params.out = p.c.data;
   params.c_col = p.c.col;
   params.bias = p.bias.data;
   params.bias_stride = p.bias.stride;
   params.activation = static_cast<int>(p.activation);
   params.n = static_cast<int>(p.n);
-  share(params, static_cast<int>(p.k / kDepth), units(columns, groups), config.split);
-  kernel(p, groups, context.device.index)
-      .launch_clusters(p.m / tile * config.split, config.split, threads(groups), shared_bytes(columns, groups), &params,
-                       context.stream, true);
+  params.columns = static_cast<int>(columns);
+  params.col_tiles = Divisor(ceil_div(p.n, config.columns));
+  params.stages = config.stages;
+  share(params, static_cast<int>(p.k / kDepth), units(config.columns, groups), config.split);
+  kernel(p, config, context.device.index)
+      .launch_clusters(tiles_of(p, config) * config.split, config.split, threads(groups),
+                       shared_bytes(config.columns, groups, config.stages), &params, context.stream, true);
 }
 
 }  // namespace
 }  // namespace small_n_tma
 
-const KernelFamily kSmallNTma{"small_n_tma",     small_n_tma::fits,     small_n_tma::list,
-                              small_n_tma::cost, small_n_tma::clusters, small_n_tma::launch};
+const KernelFamily kSmallNTma{"small_n_tma", small_n_tma::fits, small_n_tma::list, small_n_tma::launch};
 
 // -------------------------------------------------------------------------------------------- small_n_cp_async
 
@@ -363,21 +407,17 @@ bool fits(const Problem& p, const Machine& machine) {
 /// Memory gives the sparse operand, L2 that and b, to all CTAs that run at once; a multiprocessor has its own ports to
 /// both and to its shared memory, and its tensor cores. The proportions of the rates took the best of all
 /// configurations of 4096² with 1 to 32 columns, or one within 2%; their scale is that of 512² to 8192² with 1 to 16. A
-/// wave is as long as a full one; with clusters that were not counted, all bytes count once.
-double cost(const Problem& p, const Tiling& tiling, const Config& config, const Machine& machine,
-            std::int64_t clusters) {
+/// wave is as long as a full one.
+double cost(const Problem& p, const Tiling& tiling, const Config& config, const Machine& machine) {
   constexpr double kMemory = 2.76e6, kL2 = 3.84e6, kPort = 28.8e3, kShared = 153.6e3, kRemote = 38.4e3;
   constexpr double kColumn = 22.0 / 1200, kStage = 1.0 / 3, kStart = 5.0 / 3, kMeet = 0.5, kMeetEach = 0.125;
   constexpr double kManyColumns = 1.25, kGather = 2.0;
   const int columns = tiling.columns, log = log_rows(config), parts = parts_of(log);
-  const bool counted = config.split == 1 || clusters > 0;
-  const std::int64_t resident = config.split == 1
-                                    ? machine.multiprocessors
-                                    : config.split * (counted ? clusters : machine.multiprocessors / config.split);
+  const std::int64_t resident = std::int64_t{config.split} * machine.clusters(config.split);
   const std::int64_t ctas = ceil_div(p.m, config.rows) * config.split;
   const std::int64_t waves = ceil_div(ctas, resident);
   const auto stages = static_cast<double>(ceil_div(ceil_div(tiling.blocks, parts), config.split));  // of a CTA
-  const double fetched = stages * static_cast<double>(counted ? waves * std::min(ctas, resident) : ctas);
+  const double fetched = stages * static_cast<double>(waves * std::min(ctas, resident));
   const double sparse = kWarps * (kValueBytes + kRows * kBlockRuns * tiling.operand.run_words());
   const double b = double(parts) * kBlockRuns * kRunBytes * double(p.n * p.batch);
   const double shared = 2 * sparse + b + double(kWarps) * kBlockRuns * kRunBytes * columns;
@@ -390,10 +430,6 @@ double cost(const Problem& p, const Tiling& tiling, const Config& config, const 
                         .busiest = slower * static_cast<double>(waves) * stages * stage,
                         .serial = slower * (static_cast<double>(waves) * kStart + meet)};
   return work.microseconds();
-}
-
-double cost(const Problem& p, const Config& config, const Machine& machine, std::int64_t clusters) {
-  return cost(p, Tiling(p), config, machine, clusters);
 }
 
 void list(const Problem& p, const Machine& machine, Candidates& list) {
@@ -409,15 +445,10 @@ void list(const Problem& p, const Machine& machine, Candidates& list) {
                           .split = split,
                           .stages = stages[static_cast<std::size_t>(log)]};
       if (config.stages > 0 && (split == 1 || ceil_div(tiling.blocks, parts_of(log)) >= split)) {
-        list.add(config, cost(p, tiling, config, machine, 0));
+        list.add(config, cost(p, tiling, config, machine));
       }
     }
   }
-}
-
-int clusters(const Problem& p, const Config& config, int device) {
-  return kernel(Tiling(p), device)
-      .resident_clusters(config.split, kThreads, fretwork::cuda::device_info(device).shared_per_block);
 }
 
 /// Bytes from column to column of b, over all batches, if it lies along k in words of four bytes; else 0.
@@ -484,7 +515,7 @@ void launch(const Problem& p, const Config& config, const Machine& machine, Cont
 }  // namespace
 }  // namespace small_n_cp_async
 
-const KernelFamily kSmallNCpAsync{"small_n_cp_async",     small_n_cp_async::fits,     small_n_cp_async::list,
-                                  small_n_cp_async::cost, small_n_cp_async::clusters, small_n_cp_async::launch};
+const KernelFamily kSmallNCpAsync{"small_n_cp_async", small_n_cp_async::fits, small_n_cp_async::list,
+                                  small_n_cp_async::launch};
 
 }  // namespace fretwork::two_four

@@ -14,8 +14,7 @@
 #include "device/load.cuh"
 #include "device/mma.cuh"
 #include "device/types.cuh"
-#include "ops/two_four/cuda/metadata.cuh"
-#include "ops/two_four/cuda/out.cuh"
+#include "ops/two_four/cuda/elements.cuh"
 #include "ops/two_four/cuda/params.h"
 
 namespace fretwork::two_four::small_n_cp_async {

@@ -9,7 +9,7 @@
 #include "device/barrier.cuh"
 #include "device/load.cuh"
 #include "device/mma.cuh"
-#include "ops/two_four/cuda/metadata.cuh"
+#include "ops/two_four/cuda/elements.cuh"
 #include "ops/two_four/cuda/params.h"
 
 namespace fretwork::two_four::small_n_registers {

@@ -5,7 +5,7 @@
 #include "device/activation.cuh"
 #include "device/load.cuh"
 #include "device/types.cuh"
-#include "ops/two_four/cuda/out.cuh"
+#include "ops/two_four/cuda/elements.cuh"
 #include "ops/two_four/cuda/params.h"
 
 namespace fretwork::two_four {

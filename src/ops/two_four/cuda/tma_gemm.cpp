@@ -23,7 +23,7 @@ namespace {
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
 constexpr std::array kTypes = {DType::f16,     DType::bf16,    DType::i8, DType::u8,
                                DType::f8_e4m3, DType::f8_e5m2, DType::f32};
-constexpr std::array kWidths = {256, 128, 64};
+constexpr std::array kWidths = {256, 224, 192, 160, 128, 96, 64};
 constexpr int kShare = 16;  // tiles of rows that go through the columns together
 static_assert(std::ranges::all_of(kWidths, [](int width) { return shared_bytes(width) + 256 <= 227 << 10; }));
 
@@ -39,7 +39,12 @@ KernelSpec spec(DType dtype, bool b_along_k, int width, bool pair) {
               (b_along_k ? ", true" : ", false") + (pair ? ", true>" : ", false>"),
           shared_bytes(width)};
 }
-/// b along n, and pairs, only of 16-bit types: wgmma reads others along k, and they gain nothing from pairs.
+/// Pairs gain in wide tiles, where many CTAs read the same columns of b.
+bool can_pair(DType dtype, bool b_along_k, int width) {
+  return size_of(dtype) == 2 && (width == 256 || (b_along_k && width == 224));
+}
+/// b along n, pairs, and widths for linear layers only of 16-bit types: wgmma reads others along k, and they gain
+/// nothing from pairs.
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
   for (std::size_t n = 0; n < 2 * kTypes.size() && arch == "sm_90a"; ++n) {
@@ -47,27 +52,34 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
     const bool along_k = n % 2 == 0;
     if (along_k || size_of(dtype) == 2) {
       for (const int width : kWidths) {
-        list.push_back(spec(dtype, along_k, width, false));
+        if (!for_linear(width) || (along_k && size_of(dtype) == 2)) {
+          list.push_back(spec(dtype, along_k, width, false));
+        }
       }
     }
-    if (size_of(dtype) == 2) {
-      list.push_back(spec(dtype, along_k, 256, true));
+    for (const int width : kWidths) {
+      if (can_pair(dtype, along_k, width)) {
+        list.push_back(spec(dtype, along_k, width, true));
+      }
     }
   }
   return list;
 }
 const KernelList kKernels{"two_four", list_kernels};
-constexpr std::size_t kSizes = kWidths.size() + 1;  // of tiles, and the widest in pairs
+constexpr std::size_t kSizes = 2 * kWidths.size();  // of tiles, and of pairs of them
 constinit KernelTable<2 * kTypes.size() * kSizes> kernels;
 
 const Kernel& kernel(DType dtype, bool b_along_k, const Config& config, int device) {
   const auto type = static_cast<std::size_t>(std::ranges::find(kTypes, dtype) - kTypes.begin());
   const auto width = static_cast<std::size_t>(std::ranges::find(kWidths, config.columns) - kWidths.begin());
-  return kernels.get((type * kSizes + (config.pair > 1 ? kWidths.size() : width)) * 2 + (b_along_k ? 1 : 0), device,
+  return kernels.get((type * kSizes + (config.pair > 1 ? kWidths.size() : 0) + width) * 2 + (b_along_k ? 1 : 0), device,
                      [&] { return spec(dtype, b_along_k, config.columns, config.pair > 1); });
 }
 
 // ------------------------------------------------------------------------------------------------------- views
+
+LinesArg values_arg(const Problem& p) { return {p.values.data, p.values.line, p.values.along, 0}; }
+LinesArg b_arg(const Problem& p) { return {p.b.data, p.b.col, p.b.row, p.b.batch}; }
 
 std::int64_t batches_of_b(const Problem& p) { return p.b.batch != 0 ? p.batch : 1; }
 
@@ -113,65 +125,63 @@ bool can_finish(const Problem& p) {
 std::int64_t steps_of(const Problem& p) { return ceil_div(p.k, 128 / bytes_of(p.dtype)); }
 std::int64_t tiles_of(const Problem& p, int width) { return ceil_div(p.m, kRows) * ceil_div(p.n, width) * p.batch; }
 
-/// Every part of the depth has some chunks of metadata, and there is room for the sums of all.
-bool can_split(const Problem& p, int width, int split) {
-  return split == 1 || (steps_of(p) >= 8 * split && (split == 2 || width < 256));
+/// Whether widths for linear layers do.
+bool is_linear(const Problem& p) {
+  return size_of(p.dtype) == 2 && p.out == p.dtype && p.c.row == 1 && p.c.col != 1 && along_k_view(p, b_arg(p)) &&
+         result_view(p, true);
 }
 
 // --------------------------------------------------------------------------------------------------------- cost
 
-/// A step of 256 columns takes 0.43 µs, and the numbers of others are relative to it, read off products of 1024³ to
-/// 8192³; a step of 64 columns and what four parts cost are estimates. Where the sparse operand takes as long as the
-/// steps, they overlap in part: 512² to 14336 × 4096 with 64 columns were within 15%.
-double cost(const Problem& p, const Config& config, const Machine& machine, std::int64_t clusters) {
-  constexpr double kStep = 0.43, kStepOf128 = 0.7, kStepOf64 = 0.45;
-  constexpr double kEpilogue = 1 / 51.2, kPart = 2.5;  // in steps: of a column, of a part of the depth
-  constexpr double kFirstBytes = 1.7, kNotOverlapped = 0.4;
-  // Pairs gain up to 6% where CTAs have several tiles and b is contiguous along n, or has but two tiles of columns, and
-  // mostly lose as much elsewhere. The gain is counted as a tie-break: it does not decide about the width.
+/// Fitted to bench/results/h200/two_four_candidates.json and more such layers.
+constexpr TileCost kCosts[] = {
+    // rows, columns, start, step, tile, meet, each, memory, l2, wave, pair
+    {128, 64, 2.62, 0.359, 0.65, 1.08, 0.62, 0.122, 0.0183, 0.10, 0.00},
+    {128, 96, 2.48, 0.414, 0.56, 1.42, 0.85, 0.142, 0.0158, 0.00, 0.00},
+    {128, 128, 2.37, 0.419, 0.98, 1.10, 0.98, 0.156, 0.0184, 0.02, 0.01},
+    {128, 160, 2.07, 0.440, 1.36, 3.05, 1.00, 0.206, 0.0169, 0.01, 0.00},
+    {128, 192, 2.37, 0.482, 1.10, 1.94, 1.11, 0.253, 0.0225, 0.00, 0.03},
+    {128, 224, 2.16, 0.575, 1.52, 0.01, 5.12, 0.269, 0.0181, 0.01, 0.00},
+    {128, 256, 6.00, 0.724, 1.13, 1.48, 0.71, 0.212, 0.0083, 0.00, 2.03},
+};
+/// Pairs were fitted where few columns of b are read by many CTAs. They gain up to 7% where CTAs have several tiles, of
+/// two tiles of columns or with b along n, and mostly lose as much elsewhere: the gain is a tie-break, which does not
+/// decide about the width.
+double cost(const Problem& p, const Config& config, const Machine& machine) {
   constexpr double kPairGain = 0.999, kPairLoss = 1.06;
-  const std::int64_t tiles = tiles_of(p, config.columns);
-  if (config.split > 1 && tiles > clusters) {
-    return std::numeric_limits<double>::infinity();  // a cluster has one tile, and all must run at once
+  constexpr std::int64_t kFewTiles = 3;
+  const TileCost& tile = *std::ranges::find(kCosts, config.columns, &TileCost::columns);
+  if (config.pair == 1) {
+    return tile.microseconds(p, config, machine);
   }
-  const double step = config.columns == 256 ? 1.0 : config.columns == 128 ? kStepOf128 : kStepOf64;
-  const double around = config.columns * kEpilogue + (config.split > 1 ? kPart * config.split : 0.0);
-  const double each = static_cast<double>(ceil_div(steps_of(p), config.split)) * step + around;
-  const auto waves = static_cast<double>(ceil_div(tiles * config.split, machine.multiprocessors));
-  const bool gains =
-      tiles > machine.multiprocessors && (p.b.row != 1 || (p.batch == 1 && ceil_div(p.n, config.columns) == 2));
-  const double pair = config.pair == 1 ? 1.0 : gains ? kPairGain : kPairLoss;
-  const double memory = sparse_bytes(p) / cost::kMemory, steps = waves * each * kStep * pair;
-  const cost::Work work{
-      .memory = memory, .busiest = steps, .serial = kFirstBytes + kNotOverlapped * std::min(memory, steps)};
-  return work.microseconds();
+  Config alone = config;
+  alone.pair = 1;
+  const bool along_k = p.b.row == 1 && p.batch == 1;
+  const std::int64_t side = ceil_div(p.n, config.columns);
+  const bool gains = (!along_k || side == 2) && tiles_of(p, config.columns) > machine.multiprocessors;
+  const double cost = tile.microseconds(p, alone, machine) * (gains ? kPairGain : kPairLoss);
+  return along_k && side <= kFewTiles ? std::min(cost, tile.microseconds(p, config, machine)) : cost;
 }
 
+/// A cluster that splits the depth has one tile; every part of the depth has some chunks of metadata.
 void list(const Problem& p, const Machine& machine, Candidates& list) {
-  const auto add = [&](const Config& config) {
-    list.add(config, cost(p, config, machine, machine.multiprocessors / config.split));
-  };
+  const bool linear = is_linear(p);
   for (const int width : kWidths) {
-    for (int split = 1; split <= kMostSplit; ++split) {
-      if (can_split(p, width, split)) {
-        add({.family = &kTmaGemm, .columns = width, .split = split});
+    for (int split = 1; split <= kMostSplit && (linear || !for_linear(width)); ++split) {
+      const bool splits = steps_of(p) >= 8 * split && can_split(width, split);
+      if (split == 1 || (splits && tiles_of(p, width) <= machine.clusters(split))) {
+        const Config config{.family = &kTmaGemm, .columns = width, .split = split};
+        list.add(config, cost(p, config, machine));
       }
     }
+    if (can_pair(p.dtype, p.b.row == 1, width) && (linear || !for_linear(width))) {
+      const Config config{.family = &kTmaGemm, .columns = width, .pair = 2};
+      list.add(config, cost(p, config, machine));
+    }
   }
-  if (size_of(p.dtype) == 2) {
-    add({.family = &kTmaGemm, .columns = 256, .pair = 2});
-  }
-}
-
-int clusters(const Problem& p, const Config& config, int device) {
-  return kernel(p.dtype, size_of(p.dtype) != 2 || p.b.row == 1, config, device)
-      .resident_clusters(config.split, kThreads, shared_bytes(config.columns));
 }
 
 // ------------------------------------------------------------------------------------------------------- launch
-
-LinesArg values_arg(const Problem& p) { return {p.values.data, p.values.line, p.values.along, 0}; }
-LinesArg b_arg(const Problem& p) { return {p.b.data, p.b.col, p.b.row, p.b.batch}; }
 
 /// The operands as the copy engine reads them. wgmma takes other than 16-bit types along k only, and drops bits that
 /// tf32 does not have instead of rounding: such operands are copied.
@@ -215,12 +225,12 @@ bool can_store_four(const Problem& p, bool transposed) {
 }
 
 /// Where results go and what is done to them.
-void set_result(const Problem& p, Params& params) {
+void set_result(const Problem& p, const Config& config, Params& params) {
   const bool transposed = p.c.row == 1 && p.c.col != 1;
   const auto unit = static_cast<std::uint32_t>(128 / bytes_of(p.out));
   const auto result = leaves_as_is(p) ? result_view(p, transposed) : std::nullopt;
   if (result) {
-    params.c = result->map(unit, transposed ? unit : 64);
+    params.c = result->map(unit, !transposed ? 64 : for_linear(config.columns) ? box_columns(config.columns) : unit);
   }
   params.direct = result ? 0 : 1;
   params.transposed = transposed ? 1 : 0;
@@ -275,7 +285,7 @@ void launch(const Problem& p, const Config& config, const Machine& machine, Cont
   const Operands operands(p, context);
   Params params{};
   operands.map(p, config, params);
-  set_result(p, params);
+  set_result(p, config, params);
   set_tiles(p, config, params);
   const int cluster = config.split * config.pair, rooms = machine.multiprocessors / cluster;
   const int clusters = config.split > 1 ? params.total : std::min(params.total, rooms);
@@ -286,7 +296,6 @@ void launch(const Problem& p, const Config& config, const Machine& machine, Cont
 }  // namespace
 }  // namespace tma_gemm
 
-const KernelFamily kTmaGemm{"tma_gemm",     tma_gemm::fits,     tma_gemm::list,
-                            tma_gemm::cost, tma_gemm::clusters, tma_gemm::launch};
+const KernelFamily kTmaGemm{"tma_gemm", tma_gemm::fits, tma_gemm::list, tma_gemm::launch};
 
 }  // namespace fretwork::two_four

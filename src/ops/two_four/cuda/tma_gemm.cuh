@@ -8,7 +8,7 @@
 #include "device/pipeline.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
-#include "ops/two_four/cuda/out.cuh"
+#include "ops/two_four/cuda/elements.cuh"
 #include "ops/two_four/cuda/params.h"
 
 namespace fretwork::two_four::tma_gemm {
@@ -272,26 +272,6 @@ __device__ __forceinline__ void add_parts(Sum (&d)[kSize], u32 base, int rank, i
   }
 }
 
-/// Calls `work(some, turn)` for 32 sums (64 columns) at a time, which then change places: unrolled for all of them, an
-/// activation took the compiler a third of its time.
-template <int kSize, typename Work>
-__device__ __forceinline__ void in_turns(float (&d)[kSize], Work work) {
-  constexpr int kEach = 32;
-#pragma unroll 1
-  for (int turn = 0; turn < kSize / kEach; ++turn) {
-    float some[kEach];
-#pragma unroll
-    for (int n = 0; n < kEach; ++n) {
-      some[n] = d[n];
-    }
-    work(some, turn);
-#pragma unroll
-    for (int n = 0; n < kSize; ++n) {
-      d[n] = n < kSize - kEach ? d[n + kEach] : some[n - (kSize - kEach)];
-    }
-  }
-}
-
 /// Scales, bias, activation and the result's scale of sums whose first row and column in the result are these.
 template <int kSize>
 __device__ __forceinline__ void finish(float (&d)[kSize], const Params& p, int row, int col) {
@@ -447,23 +427,31 @@ __device__ __forceinline__ void store_sums(const float (&d)[kSize], const Params
   }
 }
 
-/// Sums of 16 bits leave in boxes of 64 columns, straight on: where other kernels have displaced this code, it comes
-/// from memory, and what branches off waits for that each time.
-template <typename U, bool kTransposed, int kPiece = 0, int kSize>
+/// Sums of 16 bits leave in pieces of 64 columns, straight on: where other kernels have displaced this code, it comes
+/// from memory, and what branches off waits for that each time. kBox columns of a piece are a box of the result's map.
+template <typename U, bool kTransposed, int kBox, int kPiece = 0, int kSize>
 __device__ __forceinline__ void store_boxes(const float (&d)[kSize], const Params& p, const Place& at) {
-  if constexpr (kPiece < kSize / 32) {
+  constexpr int kPieces = (kSize + 31) / 32;
+  if constexpr (kPiece < kPieces) {
     if (kPiece * 64 >= at.columns) {
       return;
+    }
+    if (kPiece == 0 && kPieces % kBuffers<kSize> != 0 && threadIdx.x % 128 == 0) {
+      tma::store_wait_read<0>();  // the last piece of the tile before had the first buffer too
     }
     const int col = at.col + kPiece * 64;
     store_in_turn<kBuffers<kSize>>(
         kPiece, at.buffers, at.barrier, [&](u32 buffer) { store_piece<U, kTransposed, kPiece * 32>(d, buffer); },
         [&](u32 buffer) {
-          if (col < p.n && at.row < p.m) {
-            tma::store(&p.c, buffer, kTransposed ? at.row : col, kTransposed ? col : at.row, at.batch, 0);
+#pragma unroll
+          for (int box = 0; box < 64 && kPiece * 64 + box < 2 * kSize; box += kBox) {
+            if (col + box < p.n && at.row < p.m && (box == 0 || kPiece * 64 + box < at.columns)) {
+              tma::store(&p.c, buffer + box * 128, kTransposed ? at.row : col, kTransposed ? col + box : at.row,
+                         at.batch, 0);
+            }
           }
         });
-    store_boxes<U, kTransposed, kPiece + 1>(d, p, at);
+    store_boxes<U, kTransposed, kBox, kPiece + 1>(d, p, at);
   }
 }
 
@@ -478,12 +466,14 @@ __device__ __forceinline__ void store_in_turns(float (&d)[kSize], const Params& 
 
 template <typename U, int kSize>
 __device__ __forceinline__ void store_halves(float (&d)[kSize], const Params& p, const Place& at) {
-  if (p.direct != 0) {
+  if constexpr (for_linear(2 * kSize)) {
+    store_boxes<U, true, box_columns(2 * kSize)>(d, p, at);
+  } else if (p.direct != 0) {
     store_in_turns<U>(d, p, at);
   } else if (p.transposed != 0) {
-    store_boxes<U, true>(d, p, at);
+    store_boxes<U, true, 64>(d, p, at);
   } else {
-    store_boxes<U, false>(d, p, at);
+    store_boxes<U, false, 64>(d, p, at);
   }
 }
 
@@ -502,7 +492,9 @@ __device__ __forceinline__ void store(const Sum (&d)[kSize], const Params& p, co
   if (p.plain == 0) {
     finish(f, p, at.row, at.col);
   }
-  if (p.out_type == OutType::f32 || p.out_type == OutType::i32 || p.convert != 0) {
+  if constexpr (for_linear(2 * kSize)) {
+    store_halves<T>(f, p, at);
+  } else if (p.out_type == OutType::f32 || p.out_type == OutType::i32 || p.convert != 0) {
     if constexpr (is_same<T, float> || is_same<Sum, int>) {
       p.direct != 0 ? store_in_turns<float>(f, p, at) : store_sums<float, false>(f, p, at);
     } else {
@@ -564,8 +556,8 @@ struct Product {
       clear(d);
       multiply<T, kWidth, kRightK, kPair>(d, p, t, s, base, at, words);
       Place to{t.row + static_cast<int>(warpgroup) * 64, t.col, t.batch, kWidth, buffers, 1 + warpgroup};
-      if (p.split > 1) {                              // one tile for each cluster
-        constexpr int kSlices = kWidth > 64 ? 2 : 1;  // a piece of 16-bit results has 64 columns
+      if (p.split > 1) {  // one tile for each cluster
+        constexpr int kSlices = slices(kWidth);
         add_parts<kSlices>(d, base, rank, p.split);
         to.columns = rank < kSlices ? kWidth / kSlices : 0;
         to.col += rank * to.columns;

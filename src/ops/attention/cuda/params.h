@@ -147,14 +147,21 @@ struct BiasGradientParams {
   ScoreArg score;
   InputArg first, second, other_first, other_second;
   const ScoreStats* stats;
-  float* out;  ///< added to
+  void* out;
+  BiasType out_type;  ///< of its elements
+  bool add;           ///< they are float and are added to; else each is written once
+  bool pairs;         ///< two that follow each other from an even place on can be written at once, and are not added to
+  bool follow;        ///< columns 2n and 2n + 1 of a tile do follow each other
+  bool bias_pairs;    ///< 16-bit biases of keys 2n and 2n + 1 can be read at once, for any n
   long long out_batch, out_head, out_row, out_col;
   const int* heads;  ///< those with this pattern, or null for all
   int head_count;
   int first_batch, batch;  ///< the elements with this pattern
-  int all, ratio, queries, depth, value_depth;
+  int all, ratio, queries, keys, depth, value_depth;
   bool sum_batch, sum_heads;
-  PaddingArg padding;  ///< of the rows, where they are keys
+  int splits;           ///< a row tile's steps are dealt out to so many CTAs of attention_bias_gradient
+  long long out_split;  ///< between their sums, where columns are summed
+  PaddingArg padding;   ///< of the rows, where they are keys
 };
 
 /// Which columns of a side's tiles the queries of each batch element see. Tiles are TileArg in an order, or tokens of
@@ -219,6 +226,11 @@ constexpr KernelShape forward_shape(int depth, bool extras) {
 constexpr KernelShape backward_shape(int depth, bool extras) {
   const int rows = depth > 128 ? 64 : 128, cols = depth > 128 || extras ? 32 : 64;
   return {rows, cols, rows / 16, larger((2 * rows + 4 * cols) * line_bytes(depth), staging_bytes(rows, depth))};
+}
+/// Of kernels for the gradient of a bias: two stages of two matrices for rows and columns.
+constexpr KernelShape bias_shape(int depth) {
+  const int rows = depth > 128 ? 64 : 128, cols = depth > 128 ? 32 : 64;
+  return {rows, cols, rows / 16, 4 * (rows + cols) * line_bytes(depth)};
 }
 /// Of the kernels in float; `tiles` of them in shared memory. Lines are padded so that they begin in different banks.
 /// With tf32, 64 columns of results pass through it as well.

@@ -100,7 +100,7 @@ class AttentionChoice : public testing::Test {
 TEST_F(AttentionChoice, Forward) {
   EXPECT_TRUE(runs({16, 16, 4096, 4096, 128}, "forward"));
   EXPECT_TRUE(runs({1, 1, 64, 64, 64}, "forward"));
-  EXPECT_TRUE(runs({16, 16, 4096, 4096, 32}, "attention_forward"));
+  EXPECT_TRUE(runs({16, 16, 4096, 4096, 32}, "forward"));
   EXPECT_TRUE(runs({16, 16, 4096, 4096, 128, false, DType::f32}, "simple_forward"));
 }
 

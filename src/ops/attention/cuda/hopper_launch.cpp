@@ -233,9 +233,8 @@ bool movable(const Operand& x) {
 
 bool fits(const Problem& p, const Context& context) {
   const bool type = p.dtype == DType::f16 || p.dtype == DType::bf16;
-  const std::int64_t most =
-      std::max(p.depth, p.value_depth);  // up to 32, half of what a kernel does would be for zeros
-  const bool size = most > 32 && most <= kMostColumns && p.depth > 0 && p.value_depth > 0 && p.depth % 8 == 0 &&
+  const std::int64_t most = std::max(p.depth, p.value_depth);
+  const bool size = most <= kMostColumns && p.depth > 0 && p.value_depth > 0 && p.depth % 8 == 0 &&
                     p.value_depth % 8 == 0 && p.batch > 0 && p.heads > 0 && p.kv_heads > 0 && p.rows > 0 &&
                     p.cols > 0 && p.batch * p.heads < kMost;
   return type && size && (score_of(p) == 0 || options_fit(p)) && static_cast<float>(p.scale) > 0 &&

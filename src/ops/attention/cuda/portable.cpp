@@ -574,14 +574,17 @@ void add_up_bias(const Given& given, Context& context) {
 // ------------------------------------------------------------------------------------------------------ cost
 
 /// Of so many products with a head dim. Row tiles are not split: where there are fewer than SMs, one is waited for.
-/// Rates are flops in a µs of full attention on an H200, at a head dim of 128 and at 64 (docs/lab/attention.md). In
-/// fp32 no other kernels fit, and nothing was measured.
+/// Rates are flops in a µs of full attention on an H200, at a head dim of 128 and at 64 (docs/lab/attention.md), half
+/// as many at 32. In fp32 no other kernels fit, and nothing was measured.
 cost::Work cost(const KernelConfig& config, const Amount& all, int products, double at_128, double at_64,
                 const Context& context) {
   // From the plan to the first tile, and from the last product to memory. Taken from the Hopper kernels: steps of 128
   // keys beside those of a row tile, and µs beyond an empty kernel.
   constexpr double kTileSteps = 2, kExposed = 4.7, kStep = 128;
-  const double rate = config.simple() ? (config.tf32 ? 100e6 : 25e6) : config.depth <= 64 ? at_64 : at_128;
+  const double rate = config.simple()      ? (config.tf32 ? 100e6 : 25e6)
+                      : config.depth <= 32 ? at_64 / 2
+                      : config.depth <= 64 ? at_64
+                                           : at_128;
   const double ctas = driver::device_info(context.device.index).multiprocessors;
   const double key_us = 2.0 * 128 * products * config.depth / rate * cost::kMultiprocessors;
   const double even = (all.keys + kTileSteps * kStep * std::max(0.0, all.tiles - ctas)) / ctas;

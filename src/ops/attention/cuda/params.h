@@ -461,12 +461,15 @@ struct FiveProductParams {
 
 // Kernels with options read more. The structs begin as those without, which take as much of them as they know.
 
-/// Options of a kernel, as bits: the type of the bias (BiasType + 1), or 0; ALiBi; softcap; dropout.
-inline constexpr unsigned kBiasBits = 3, kAlibi = 4, kSoftcap = 8, kDropout = 16, kScoreCount = 32;
+/// Options of a kernel, as bits: the type of the bias (BiasType + 1), or 0; ALiBi; softcap; dropout; whether the copy
+/// engine brings tiles of the bias, which has 16 bits then.
+inline constexpr unsigned kBiasBits = 3, kAlibi = 4, kSoftcap = 8, kDropout = 16, kBiasTiles = 32, kScoreCount = 64;
 
 struct ScoreMore {
   ScoreArg score;
-  float cap;         ///< what a product is multiplied by for exp2 to be e^(2·score / softcap)
+  float cap;           ///< what a product is multiplied by for exp2 to be e^(2·score / softcap)
+  float cap_terms[5];  ///< Σ terms[n] · x^(2n + 1) is the capped score of a product x, if |x| ≤ cap_bound
+  float cap_bound;
   int head0, heads;  ///< the launch's first query head, and the problem's
   int queries;
   int bias_row, bias_col;  ///< bytes
@@ -474,14 +477,23 @@ struct ScoreMore {
   int row_line, col_line;  ///< 1: a tile's rows or columns follow each other in the sequence
   RowSum* tops;            ///< forward: as portable ForwardParams::sums; null where there is one component
 };
+/// A bias as the copy engine sees it: (key, query, head, batch). Boxes are 64 × 64; the coordinates of a bias that is
+/// shared by heads or batch elements are 0.
+struct BiasSource {
+  Map map;
+  int head, batch;  ///< 1, or 0 where it is shared
+};
 struct ScoredForwardParams : ForwardParams {
   ScoreMore more;
+  BiasSource bias;  ///< of kernels with kBiasTiles
 };
 struct ScoredBackwardParams : BackwardParams {  ///< stats are ScoreStats
   ScoreMore more;
 };
 struct ScoredFiveProductParams : FiveProductParams {  ///< stats are tiles of 64 × lse, delta, rest, nothing
   ScoreMore more;
+  BiasSource bias;  ///< where `prefetch` is 1: what is on its way to L2 two steps ahead
+  int prefetch;
 };
 template <unsigned kScore, typename Plain, typename Scored>
 struct ParamsOf {

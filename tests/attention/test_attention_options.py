@@ -35,6 +35,7 @@ BIASES = {
     "keys": lambda b, h, m, n: torch.randn(b, 1, 1, n),
     "queries": lambda b, h, m, n: torch.randn(1, h, m, 1),
     "turned": lambda b, h, m, n: torch.randn(b, h, n, m).mT,
+    "rows of pairs": lambda b, h, m, n: torch.randn(b, h, m, n + 1)[..., :n],  # of odd many keys
     "misaligned": lambda b, h, m, n: torch.randn(b * h * m * (n + 1) + 1)[1:].view(b, h, m, n + 1)[..., :n],
 }
 

@@ -453,7 +453,7 @@ BiasGradientParams bias_params(const Given& given, bool keys, const Operand& at)
   params.keys = static_cast<int>(p.cols);
   params.depth = static_cast<int>(p.depth);
   params.value_depth = static_cast<int>(p.value_depth);
-  params.bias_pairs = p.bias.dtype != DType::f32 && p.bias.col == 1 && p.cols > 1 &&
+  params.bias_pairs = p.bias.dtype != DType::f32 && p.bias.col == 1 && p.cols % 2 == 0 &&
                       is_aligned(p.bias.data, {p.bias.row, p.bias.head, p.bias.batch}, 2, 4);
   return params;
 }

@@ -5,8 +5,8 @@
     python bench/attention_options.py --seq 4096 --depth 64 --options "alibi;softcap"
 
 A rate is the time without the option over the time with it, so 1 means that it costs nothing. Backward is the gradient
-of q, k and v; `bias, gradient` adds that of the bias. The L2 cache is flushed before each call. Rows go to
-bench/results/<device>/attention_options.json.
+of q, k and v; those called `gradient` add that of the bias, which all heads share unless said. The L2 cache is flushed
+before each call. Rows go to bench/results/<device>/attention_options.json.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ def choices(seq: int, heads: int, dtype: torch.dtype, device: torch.device) -> d
         "dropout": {"dropout_p": 0.1},
         "key padding": {"key_padding_mask": padding},
         "bias, gradient": {"bias": shared.clone().requires_grad_()},
+        "bias for each head, gradient": {"bias": bias.clone().requires_grad_()},
+        "bias of keys, gradient": {"bias": keys.clone().requires_grad_()},
     }
 
 
@@ -105,7 +107,7 @@ def functions(options: argparse.Namespace, device: torch.device, left_out: Row) 
         if name != "none" and options.options and name not in options.options:
             continue
         made[f"ours: {name}"] = partial(fw.attention, pattern=pattern, **given)
-        for peer in options.peers if name != "bias, gradient" else ():
+        for peer in options.peers if "gradient" not in name else ():
             try:
                 made[f"{peer}: {name}"] = PEERS[peer](given, options.seq, device)
             except NotImplementedError as error:

@@ -33,9 +33,18 @@ FRETWORK_HOST_DEVICE unsigned random_row(long long seed, long long batch_head, l
   return random_row(random_head(seed, batch_head), row);
 }
 
+/// 32 random bits that the elements at `col` and at the column which differs in bit 3 share: those of a fragment of the
+/// tensor cores that one thread has.
+FRETWORK_HOST_DEVICE unsigned random_pair(unsigned row_state, long long col) {
+  return mix_bits(row_state + (static_cast<unsigned>(col) & ~8u) * 0x27d4eb2fu);
+}
+/// What they are to the column without bit 3: halves change places, and the upper one decides.
+FRETWORK_HOST_DEVICE unsigned swap_halves(unsigned bits) { return bits << 16 | bits >> 16; }
+
 /// 32 random bits for the element at `col`. It is kept iff they are at least `threshold` = ⌊rate · 2^32⌋.
 FRETWORK_HOST_DEVICE unsigned random_bits(unsigned row_state, long long col) {
-  return mix_bits(row_state + static_cast<unsigned>(col) * 0x27d4eb2fu);
+  const unsigned bits = random_pair(row_state, col);
+  return (static_cast<unsigned>(col) & 8u) != 0 ? bits : swap_halves(bits);
 }
 
 }  // namespace fretwork

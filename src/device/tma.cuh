@@ -38,6 +38,12 @@ __device__ __forceinline__ void load(u32 to, const void* map, u32 barrier, int x
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
       : "memory");
 }
+/// The same to L2 only.
+__device__ __forceinline__ void prefetch_tile(const void* map, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(x), "r"(y),
+               "r"(z), "r"(w)
+               : "memory");
+}
 
 /// A column of pixels of a map made by im2col: from base pixel (w, h, n) on, in the order of memory, each moved by the
 /// kernel position's offsets.

@@ -100,7 +100,7 @@ class AttentionChoice : public testing::Test {
 TEST_F(AttentionChoice, Forward) {
   EXPECT_TRUE(runs({16, 16, 4096, 4096, 128}, "forward"));
   EXPECT_TRUE(runs({1, 1, 64, 64, 64}, "forward"));
-  EXPECT_TRUE(runs({16, 16, 4096, 4096, 32}, "attention_forward"));
+  EXPECT_TRUE(runs({16, 16, 4096, 4096, 32}, "forward"));
   EXPECT_TRUE(runs({16, 16, 4096, 4096, 128, false, DType::f32}, "simple_forward"));
 }
 
@@ -162,8 +162,8 @@ TEST_F(AttentionChoice, Options) {
   EXPECT_TRUE(runs(with(shared, 30, {}, false, false), "scored_backward_keys", true));
   EXPECT_TRUE(runs(with(shared, 30, {}, false, false), "scored_backward_queries", true));
   EXPECT_TRUE(runs(with(causal, 0, {}, false, true), "scored_forward"));
-  EXPECT_TRUE(runs(with(causal, 0, {}, false, true), "scored_backward_keys", true));
-  EXPECT_TRUE(runs(with(causal, 0, {1, 1, 4224, 1}, false, false), "scored_backward_keys", true));  // no pairs
+  EXPECT_TRUE(runs(with(causal, 0, {}, false, true), "scored_backward_five_product", true));
+  EXPECT_TRUE(runs(with(causal, 0, {1, 1, 4224, 1}, false, false), "scored_backward_keys", true));  // no neighbours
   EXPECT_TRUE(runs(with({14, 14, 4096, 4096, 192}, 30, {}, false, false), "attention_forward"));
   EXPECT_TRUE(runs(with({14, 14, 4096, 4096, 192}, 30, {}, false, false), "attention_backward", true));
   EXPECT_TRUE(runs(with({14, 14, 4096, 4096, 128}, 5000, {}, false, false), "attention_forward"));

@@ -1176,11 +1176,12 @@ TEST_P(AttentionHopperOptions, Backward) {
   check_backward(late_window(), with(of, 128), true);
 }
 TEST_P(AttentionHopperOptions, FiveProducts) {
-  const auto [name, of] = options(DType::bf16)[static_cast<std::size_t>(GetParam())];
+  auto [name, of] = options(DType::bf16)[static_cast<std::size_t>(GetParam())];
   SCOPED_TRACE(name);
-  if (of.dropout > 0 || !of.cols || of.gap % 2 != 0) {
+  if (!of.cols || of.gap % 2 != 0) {
     GTEST_SKIP() << "seven products";
   }
+  of.gap *= 2;  // rows begin at multiples of 16 bytes
   for (const Index depth : {64, 128}) {
     check_backward(full(512, 256), with(of, depth), false, 0, true);
     check_backward(causal(512), with(of, depth), false, 0, true);

@@ -21,12 +21,21 @@ PATTERNS = {
     "late": lambda: P.sliding_window((40, 300), 60, 0),  # most keys are not used
     "empty rows": lambda: P.causal((200, 130)),
 }
+ALIGNED = {  # rows of a bias begin at multiples of 16 bytes, but tiles are cut
+    "causal": lambda: P.causal((200, 264)),
+    "full": lambda: P.full((136, 144)),
+    "window": lambda: P.sliding_window(328, 40, 20),
+    "longformer": lambda: P.longformer(208, 20, [3, 150]),
+    "late": lambda: P.sliding_window((40, 304), 60, 0),
+    "empty rows": lambda: P.causal((200, 136)),
+}
 BIASES = {
     "whole": lambda b, h, m, n: torch.randn(b, h, m, n),
     "one for all": lambda b, h, m, n: torch.randn(m, n).expand(b, h, m, n),
     "keys": lambda b, h, m, n: torch.randn(b, 1, 1, n),
     "queries": lambda b, h, m, n: torch.randn(1, h, m, 1),
     "turned": lambda b, h, m, n: torch.randn(b, h, n, m).mT,
+    "rows of pairs": lambda b, h, m, n: torch.randn(b, h, m, n + 1)[..., :n],  # of odd many keys
     "misaligned": lambda b, h, m, n: torch.randn(b * h * m * (n + 1) + 1)[1:].view(b, h, m, n + 1)[..., :n],
 }
 
@@ -38,6 +47,20 @@ def half_types(device):
 
 def dims_of(device):
     return [(16, 24)] if device.type == "cpu" else [(128, 128), (64, 64), (72, 40)]
+
+
+@pytest.mark.parametrize("name", ALIGNED)
+def test_tiles_of_a_bias(device, name):
+    """Where the copy engine can bring them: for each head, for all, and in rows with a gap; others beside it."""
+    pattern = ALIGNED[name]()
+    rows, cols = pattern.shape
+    for dtype in half_types(device):
+        for dims in dims_of(device):
+            for batch, heads, gap in ((2, 4, 0), (1, 4, 8), (2, 1, 0)):
+                bias = torch.randn(batch, heads, rows, cols + gap).to(device, dtype)[..., :cols].requires_grad_()
+                check(pattern, inputs(device, dtype, pattern, dims=dims), bias, softcap=3.0 if gap else 0.0)
+        qkv = [t.detach() for t in inputs(device, dtype, pattern, dims=dims_of(device)[0])]
+        check_padded(pattern, pattern.mask(), some_padding(device, 2, cols), qkv, bias=bias.detach())
 
 
 @pytest.mark.parametrize("name", PATTERNS)

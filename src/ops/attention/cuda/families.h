@@ -69,7 +69,7 @@ void launch(const Problem& problem, Context& context, int segments = 0);
 namespace fretwork::attention_op::hopper {
 
 /// What both directions need: an sm_90a kernel architecture, a 16-bit type, head dims that are multiples of 8, the
-/// larger one above 32 and at most 256, a positive scale, and operands that the copy engine can read (columns next to
+/// larger one at most 256, a positive scale, and operands that the copy engine can read (columns next to
 /// each other, the other strides multiples of 16 bytes, 16-byte aligned). With a bias, softcap, ALiBi or dropout: head
 /// dims up to 128, fewer than 2^22 queries and keys, rows of the bias shorter than 2 GiB, a softcap of 2^-10 to 2^10.
 bool fits(const Problem& problem, const Context& context);

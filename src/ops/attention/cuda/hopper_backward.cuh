@@ -406,19 +406,19 @@ struct BackwardQueries {
           wgmma::commit();
           multiply_scores<T, kValues, kStream>(dp, d_o, S::kRowHalf, v, S::kColHalf);
           wgmma::commit();
+          u32 dropped[1] = {};
+          if constexpr (K::kDrops) {
+            scores.drop_some(p.more, tokens, dropped);  // while the tensor cores multiply
+          }
           wgmma::wait<1>();
           release(empty, pending);
           pending = static_cast<int>(at.stage);
-          u32 dropped = 0;
           if constexpr (kScore != 0) {
             if constexpr (K::kCaps) {
               cut_read<kGeneral>(s, mask, bits, p.walk.used, used, warp_row + lane / 4, 0.0f);
             }
-            scores.apply(p.more, s, tokens, [&](int i, float slope, int key) {
+            scores.apply(p.more, s, tokens, [&](int i, float slope) {
               s[i] = exp2_fast(exponent_of(s[i], stats[i / 2 % 2].x, K::kRest ? rest[i / 2 % 2] : 0.0f)) * slope;
-              if constexpr (K::kDrops) {
-                dropped |= (keeps(p.more, scores.drop[i / 2 % 2], key) ? 0u : 1u) << i;
-              }
             });
           } else {
 #pragma unroll
@@ -431,7 +431,7 @@ struct BackwardQueries {
           if constexpr (K::kDrops) {
 #pragma unroll
             for (int i = 0; i < kStream / 2; ++i) {
-              dp[i] = (dropped >> i & 1) != 0 ? 0.0f : dp[i] * p.more.score.kept;
+              dp[i] = (dropped[0] >> i & 1) != 0 ? 0.0f : dp[i] * p.more.score.kept;
             }
           }
           to_score_gradients(s, dp, mask.x != kWhole || (kGeneral && used >= 0),

@@ -25,7 +25,7 @@ struct BackwardShared {
   int4 items[2], steps[kStages];
   alignas(16) float stats[kStages][2][kStream];  ///< of keys' and values' columns
   int used[kStages], parts[2];
-  static constexpr bool kTokens = false, kScored = false;
+  static constexpr bool kTokens = false, kScored = false, kRowBits = false;
 };
 /// Of kernels with options. Registers have no room for two steps.
 template <int kDepth, int kValues, bool kKeys, unsigned kOptions>
@@ -33,8 +33,9 @@ struct alignas(512) ScoredBackwardShared : BackwardShared<kDepth, kValues> {
   using Base = BackwardShared<kDepth, kValues>;
   static constexpr bool kAhead = false, kScored = true, kTokens = !kKeys && ScoreKind<kOptions>::kTokens;
   static constexpr unsigned kScore = kOptions;
+  static constexpr bool kRowBits = ScoreKind<kOptions>::kRowBits;
   union {
-    alignas(16) float rest[Base::kStages][kStream];  ///< keys: of the columns, as in ScoreStats
+    alignas(16) float rest[Base::kStages][kStream];  ///< keys: of the columns, as in ScoreStats; or random_row's bits
     int tokens[Base::kStages][kStream];              ///< queries: of the columns
   };
   ScoreHead heads[Base::kStages];  ///< keys: of the columns
@@ -194,20 +195,24 @@ __device__ __forceinline__ float4 scored_stats_of(const BackwardParams& p, int b
 }
 
 /// One warp gathers the statistics of the queries in a stage's columns; every lane says that its own are there.
-template <bool kSplit, typename S>
-__device__ __forceinline__ void gather_stats(const BackwardParams& p, S& shared) {
+template <bool kSplit, typename Params, typename S>
+__device__ __forceinline__ void gather_stats(const Params& p, S& shared) {
   Producer<S::kStages> at;
   const u32 lane = threadIdx.x % 32;
   walk_steps<true, kSplit>(p, [&](int batch, int head, int, int tile) {
     float2 pair[kStream / 32];
     float rest[kStream / 32];
+    u32 drop = 0;
+    if constexpr (S::kRowBits) {
+      drop = score_head<S::kScore>(p.more, batch, head).drop;
+    }
 #pragma unroll
     for (int n = 0; n < kStream / 32; ++n) {
       const int token = word(p.walk.col_tokens, tile * kStream + n * 32 + lane);
       if constexpr (S::kScored) {
         const float4 all = scored_stats_of(p, batch, head, token);
         pair[n] = {all.x, all.y};
-        rest[n] = all.z;
+        rest[n] = S::kRowBits ? __uint_as_float(random_row(drop, max(0, token))) : all.z;
       } else {
         pair[n] = stats_of(p, batch, head, token);
       }
@@ -358,15 +363,16 @@ __device__ __forceinline__ float kept_factor(const ScoredBackwardParams& p) { re
 __device__ __forceinline__ float kept_factor(const ScoredFiveProductParams& p) { return p.more.score.kept; }
 
 /// With options: what a step's products become where rows are keys. s: P, without what is dropped. If dS cannot wait
-/// until P is on its way (kBoth), it takes dP's place. `query` and `key` as ScoresByKey's.
+/// until P is on its way (kBoth), it takes dP's place. `query`, `key` and `memory` as ScoresByKey's.
 template <unsigned kScore, bool kForQueries, typename Query, typename Key>
 __device__ __forceinline__ void score_keys(const ScoreMore& more, ScoresByKey<kScore, kForQueries>& scores,
                                            const ScoreHead& head, float (&s)[kStream / 2], float (&dp)[kStream / 2],
                                            Query query, Key key, const float (*stats)[kStream],
-                                           const float (&rest)[kStream]) {
+                                           const float (&rest)[kStream], u32 memory = 0) {
   using K = ScoreKind<kScore>;
   const int shift = static_cast<int>(threadIdx.x) % 4 * 2;
-  scores.apply(more, head, s, query, key, [&](int i, float score, float slope) {
+  u32 pair[2] = {0, 0};
+  scores.apply(more, head, s, query, key, memory, [&](int i, float score, float slope) {
     const int col = i / 4 * 8 + i % 2 + shift;
     const float share = exp2_fast(exponent_of(score, stats[0][col], K::kRest ? rest[col] : 0.0f));
     s[i] = share;
@@ -374,7 +380,14 @@ __device__ __forceinline__ void score_keys(const ScoreMore& more, ScoresByKey<kS
       float gradient = dp[i];
       if constexpr (K::kDrops) {
         const int row = static_cast<int>(threadIdx.x) % 32 / 4 + i / 2 % 2 * 8;
-        const bool stays = keeps(more, random_row(head.drop, query(col)), key(row));
+        u32 bits = K::kRowBits && !kForQueries ? __float_as_uint(rest[col]) : random_row(head.drop, query(col));
+        if constexpr (kForQueries) {  // a warp's keys begin at a multiple of 16: a thread has both of a random_pair
+          pair[i % 2] = i % 4 < 2 ? random_pair(bits, key(row)) : pair[i % 2];
+          bits = i % 4 < 2 ? swap_halves(pair[i % 2]) : pair[i % 2];
+        } else {
+          bits = random_bits(bits, key(row));
+        }
+        const bool stays = bits >= more.score.threshold;
         gradient = stays ? gradient * more.score.kept : 0.0f;
         s[i] = stays ? share : 0.0f;
       }

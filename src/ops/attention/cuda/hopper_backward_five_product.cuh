@@ -146,6 +146,11 @@ __device__ __forceinline__ void fetch_five_product(const Params& p, S& shared, u
       if constexpr (S::kScored) {
         shared.heads[ring.stage] = score_head<S::kScore>(p.more, item.batch, turn.head);
         shared.firsts[ring.stage] = turn.col * kStream;
+        if (ScoreKind<S::kScore>::kBias && p.prefetch != 0) {
+          const int at = (p.more.head0 + turn.head) * p.bias.head, batch = item.batch * p.bias.batch;
+          tma::prefetch_tile(&p.bias.map, item.tile * kRows, turn.col * kStream, at, batch);
+          tma::prefetch_tile(&p.bias.map, item.tile * kRows + 64, turn.col * kStream, at, batch);
+        }
       }
       mbarrier::arrive_expect(filled, (S::kApart ? 1 : 2) * S::kColTile + S::kStatsBytes);
       fetch<S::kHalves>(p.q, rows + S::kQueries + ring.stage * S::kColTile, S::kColHalf, filled,
@@ -368,11 +373,17 @@ __device__ __forceinline__ void multiply_keys(const FiveProductParamsOf<kScore>&
       if constexpr (K::kBoth) {
         wgmma::wait<0>();  // for dP
       }
+      const u32 scores_at = rows + S::kScoresAt + places.stage * S::kScores, own = scores_at + warpgroup * 8192;
       if constexpr (kScore != 0) {
         const int first = shared.firsts[stage];
+        if constexpr (scores.kStaged) {
+          shared.scores.acquire({places.stage, places.parity ^ 1});  // dSᵀ of the step before is done with
+          scores.stage(own);
+          named_barrier(1 + warpgroup, 128);
+        }
         score_keys(
             p.more, scores, shared.heads[stage], s, dp, [&](int n) { return first + n; }, key, shared.stats[stage],
-            shared.stats[stage][2]);
+            shared.stats[stage][2], own);
       } else {
         to_probabilities(s, p.scale_2, [&](int j) { return stat(0, j); });
       }
@@ -414,8 +425,11 @@ __device__ __forceinline__ void multiply_keys(const FiveProductParamsOf<kScore>&
       } else {
         to_gradients.template operator()<false>();
       }
-      const u32 scores = rows + S::kScoresAt + places.stage * S::kScores, own = scores + warpgroup * 8192;
-      shared.scores.acquire({places.stage, places.parity ^ 1});
+      if constexpr (scores.kStaged) {
+        named_barrier(1 + warpgroup, 128);  // all have read their biases
+      } else {
+        shared.scores.acquire({places.stage, places.parity ^ 1});
+      }
       u32 left_too[kStream / 16][4];
       if constexpr (S::kThird) {
         pack<T>(left_too, s);
@@ -460,7 +474,7 @@ __device__ __forceinline__ void multiply_keys(const FiveProductParamsOf<kScore>&
         shared.scores.wait(places);
         wgmma::fence();
         static_assert(S::kTiles.items == 1);  // so that k lies at `rows`
-        multiply_gradients<T>(dp, rows + warpgroup * S::kRowHalf, scores);
+        multiply_gradients<T>(dp, rows + warpgroup * S::kRowHalf, scores_at);
         wgmma::commit();
         shared.sums.acquire(sums);
         wgmma::wait<0>();

@@ -20,7 +20,7 @@ struct HeadDimGt128Shared {
   static constexpr int kHalves = kDepth / 64, kValueHalves = kValues / 64, kMostHalves = kMost / 64;
   static constexpr bool kTight = kOf != GradientOf::values && kDepth == 256;
   static constexpr u32 kFetchRegisters = kTight ? 24 : 40, kRegisters = kTight ? 240 : 232;
-  static constexpr bool kScored = false;
+  static constexpr bool kScored = false, kRowBits = false;
   static constexpr bool kKeys = kOf != GradientOf::queries;  ///< rows are keys, and columns have statistics
   static constexpr u32 kRowHalf = kRows * 128, kRowTile = kMostHalves * kRowHalf;  ///< bytes of one operand
   static constexpr u32 kColHalf = kStream * 128, kColTile = kMostHalves * kColHalf;

@@ -44,6 +44,11 @@ std::optional<ForwardLaunch> forward_launch(const Problem& p, const HeadRange& r
     params.more = score_more(p, range.first, c.rows.order, c.cols.order);
     params.more.tops = tops;
   }
+  KernelConfig config = config_of(Pass::forward, p, prepared, at, !seen.empty());
+  if (const auto bias = pack == 1 ? bias_source(p, c.rows.order, c.cols.order) : std::nullopt) {
+    params.bias = *bias;
+    config.extras.score |= kBiasTiles;
+  }
   ScoredJoinParams join = join_of(prepared, at);
   join.tops = tops;
   join.heads = static_cast<int>(p.heads);
@@ -55,8 +60,7 @@ std::optional<ForwardLaunch> forward_launch(const Problem& p, const HeadRange& r
   join.head0 = params.head0;
   join.pack = params.pack;
   join.merge = params.merge;
-  return ForwardLaunch{config_of(Pass::forward, p, prepared, at, !seen.empty()), prepared.schedules[at].grid, params,
-                       join, prepared.schedules[at].parts};
+  return ForwardLaunch{config, prepared.schedules[at].grid, params, join, prepared.schedules[at].parts};
 }
 
 std::int64_t steps_of(const Plan& plan) {
@@ -175,7 +179,7 @@ bool launch(const Problem& problem, const Plans& plans, Context& context, int lo
     launch_fill(p.dtype, from_head(p.o, range.first, 2), from_head(p.lse, range.first, 4),
                 {p.batch, range.count, p.rows}, p.value_depth, context);
   }
-  launch_all(launches, forward_shared(columns_of(p)), context);
+  launch_all(launches, context);
   return true;
 }
 

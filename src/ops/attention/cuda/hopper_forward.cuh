@@ -13,6 +13,7 @@ template <int kDepth, int kValues>
 struct ForwardShared {
   static constexpr ForwardTiles kTiles = forward_tiles(kDepth, kValues);
   static constexpr int kCols = kTiles.cols, kItems = kTiles.items, kStages = kTiles.stages;
+  static constexpr u32 kBiasTile = 64 * kCols * 2;                          ///< bytes of a warpgroup's
   static constexpr int kHalves = kDepth / 64, kValueHalves = kValues / 64;  ///< of 64 columns
   static constexpr u32 kRowHalf = kRows * 128, kRowTile = kRowHalf * (kHalves > kValueHalves ? kHalves : kValueHalves);
   static constexpr u32 kColHalf = kCols * 128, kKeyTile = kHalves * kColHalf, kValueTile = kValueHalves * kColHalf;
@@ -29,39 +30,28 @@ struct ScoredForwardShared : ForwardShared<kDepth, kValues> {
   using Base = ForwardShared<kDepth, kValues>;
   static constexpr bool kAhead = false, kTokens = ScoreKind<kScore>::kTokens;
   alignas(16) int tokens[Base::kStages][kTokens ? Base::kCols : 4];  ///< of the columns
+  RingBarriers<1> bias[2];                                           ///< of each warpgroup's half of a tile
 };
 template <int kDepth, int kValues>
 struct ScoredForwardShared<kDepth, kValues, 0> : ForwardShared<kDepth, kValues> {};
 
-/// Fetches everything this CTA needs, in the order in which it is used.
-template <bool kGeneral, bool kSplit, typename S>
-__device__ __forceinline__ void forward_fetch(const ForwardParams& p, S& shared, u32 q, u32 k, u32 v) {
-  constexpr int kHalves = S::kHalves;
+/// Calls begin(item, its first run, tiles to skip there, part) for each item of this CTA, then step(item, run, column
+/// tile) for its steps.
+template <bool kGeneral, bool kSplit, typename Begin, typename Step>
+__device__ __forceinline__ void walk_forward(const ForwardParams& p, Begin begin, Step step) {
   const Walk& walk = p.walk;
-  Producer<S::kItems> items;
-  Producer<S::kStages> at;
-  const u32 row_bytes = kHalves * 128 * walk.row_places, key_bytes = kHalves * 128 * walk.col_places;
-  const u32 value_bytes = S::kValueHalves * 128 * walk.col_places;
   const int end = __ldg(walk.share + blockIdx.x + 1);
 #pragma unroll 1
-  for (int i = __ldg(walk.share + blockIdx.x); i < end; ++i, items.next()) {
+  for (int i = __ldg(walk.share + blockIdx.x); i < end; ++i) {
     const int4 item = record(walk.items, i);
-    const int4 place = record(walk.row_tiles, item.x);
-    int first = __ldg(walk.first + item.x), last = __ldg(walk.first + item.x + 1), skip = 0, left = item.w;
-    const u32 q_full = shared.q.acquire(items);
-    shared.items[items.stage] = {item.w, item.y, item.z, item.x};
+    int first = __ldg(walk.first + item.x), last = __ldg(walk.first + item.x + 1), skip = 0, left = item.w, part = -1;
     if constexpr (kSplit) {
       const int4 piece = record(p.pieces, i);
       first = piece.x;
       skip = piece.y;
-      shared.parts[items.stage] = piece.z;
+      part = piece.z;
     }
-    if constexpr (kGeneral) {
-      shared.items[items.stage].x = seen_steps(walk, p.seen, item.y, first, skip, left);
-    }
-    mbarrier::arrive_expect(q_full, row_bytes);
-    fetch<kHalves>(p.q, q + items.stage * S::kRowTile, S::kRowHalf, q_full, place, item.y, item.z);
-    const int kv_head = (p.head0 + (kSplit ? item.z << p.pack : item.z)) / p.group;
+    begin(item, first, skip, part);
 #pragma unroll 1
     for (int r = first; r < last && (!kSplit || left > 0); ++r) {
       int4 run = record(walk.runs, 2 * r);
@@ -73,29 +63,78 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, S& shared,
       }
 #pragma unroll 1
       for (int n = 0; n < run.y; ++n) {
-        if (kGeneral && !sees_tile(p.seen, item.y, run.x + n)) {
-          continue;
+        if (!kGeneral || sees_tile(p.seen, item.y, run.x + n)) {
+          step(item, r, run.x + n);
         }
-        const int4 tile = record(walk.col_tiles, run.x + n);
-        const u32 k_full = shared.k.acquire(at);
-        shared.steps[at.stage] = mask_of(walk, r);
-        shared.used[at.stage] = used_of<true>(walk, item.y, run.x + n);
-        mbarrier::arrive_expect(k_full, key_bytes + (S::kTokens ? S::kCols * 4 : 0));
-        if constexpr (S::kTokens) {
-          tma::load_bytes(shared_address(shared.tokens[at.stage]), walk.col_tokens + (run.x + n) * S::kCols,
-                          S::kCols * 4, k_full);
-        }
-        fetch<kHalves>(p.k, k + at.stage * S::kKeyTile, S::kColHalf, k_full, tile, item.y, kv_head);
-        const u32 v_full = shared.v.acquire(at);
-        mbarrier::arrive_expect(v_full, value_bytes);
-        fetch<S::kValueHalves>(p.v, v + at.stage * S::kValueTile, S::kColHalf, v_full, tile, item.y, kv_head);
-        at.next();
       }
     }
   }
+}
+
+/// One thread fetches queries, keys and values, in the order in which they are used.
+template <bool kGeneral, bool kSplit, typename S>
+__device__ __forceinline__ void forward_fetch(const ForwardParams& p, S& shared, u32 q, u32 k, u32 v) {
+  constexpr int kHalves = S::kHalves;
+  const Walk& walk = p.walk;
+  Producer<S::kItems> items;
+  Producer<S::kStages> at;
+  const u32 row_bytes = kHalves * 128 * walk.row_places, key_bytes = kHalves * 128 * walk.col_places;
+  const u32 value_bytes = S::kValueHalves * 128 * walk.col_places;
+  int kv_head = 0;
+  walk_forward<kGeneral, kSplit>(
+      p,
+      [&](const int4& item, int first, int skip, int part) {
+        const u32 full = shared.q.acquire(items);
+        shared.items[items.stage] = {item.w, item.y, item.z, item.x};
+        if constexpr (kSplit) {
+          shared.parts[items.stage] = part;
+        }
+        if constexpr (kGeneral) {
+          shared.items[items.stage].x = seen_steps(walk, p.seen, item.y, first, skip, item.w);
+        }
+        mbarrier::arrive_expect(full, row_bytes);
+        fetch<kHalves>(p.q, q + items.stage * S::kRowTile, S::kRowHalf, full, record(walk.row_tiles, item.x), item.y,
+                       item.z);
+        kv_head = (p.head0 + (kSplit ? item.z << p.pack : item.z)) / p.group;
+        items.next();
+      },
+      [&](const int4& item, int run, int tile) {
+        const int4 place = record(walk.col_tiles, tile);
+        const u32 k_full = shared.k.acquire(at);
+        shared.steps[at.stage] = mask_of(walk, run);
+        shared.used[at.stage] = used_of<true>(walk, item.y, tile);
+        mbarrier::arrive_expect(k_full, key_bytes + (S::kTokens ? S::kCols * 4 : 0));
+        if constexpr (S::kTokens) {
+          tma::load_bytes(shared_address(shared.tokens[at.stage]), walk.col_tokens + tile * S::kCols, S::kCols * 4,
+                          k_full);
+        }
+        fetch<kHalves>(p.k, k + at.stage * S::kKeyTile, S::kColHalf, k_full, place, item.y, kv_head);
+        const u32 v_full = shared.v.acquire(at);
+        mbarrier::arrive_expect(v_full, value_bytes);
+        fetch<S::kValueHalves>(p.v, v + at.stage * S::kValueTile, S::kColHalf, v_full, place, item.y, kv_head);
+        at.next();
+      });
   const u32 end_full = shared.q.acquire(items);
   shared.items[items.stage] = {-1, 0, 0, 0};
   mbarrier::arrive(end_full);
+}
+
+/// Another one for each warpgroup fetches its 64 rows of biases, which have room for one step.
+template <bool kGeneral, bool kSplit, typename S>
+__device__ __forceinline__ void fetch_bias(const ScoredForwardParams& p, S& shared, u32 to, int warpgroup) {
+  Producer<1> at;
+  int row = 0;
+  walk_forward<kGeneral, kSplit>(
+      p, [&](const int4& item, int, int, int) { row = word(p.walk.row_tokens, item.x * kRows) + warpgroup * 64; },
+      [&](const int4& item, int, int tile) {
+        const int col = word(p.walk.col_tokens, tile * S::kCols);
+        const int head = (p.head0 + item.z) * p.bias.head, batch = item.y * p.bias.batch;
+        const u32 full = shared.bias[warpgroup].acquire(at);
+        mbarrier::arrive_expect(full, S::kBiasTile);
+        tma::load(to, &p.bias.map, full, col, row, head, batch);
+        tma::load(to + 8192, &p.bias.map, full, col + 64, row, head, batch);
+        at.next();
+      });
 }
 
 /// The softmax of a thread's two rows so far: largest score, and the sum of exponents relative to it.
@@ -103,9 +142,9 @@ struct RunningRows {
   float most[2], sum[2];
 
   /// Finds the new largest and gives what exponents are to be taken of, which may be the scores' own place, and what
-  /// older ones must be multiplied by. kScored: the scale is in the scores, which may be so large that differences must
+  /// older ones must be multiplied by. kLarge: the scale is in the scores, which may be so large that differences must
   /// come before products.
-  template <bool kScored, int kSize>
+  template <bool kLarge, int kSize>
   __device__ __forceinline__ void shift(const float (&s)[kSize], float (&x)[kSize], float scale,
                                         float (&correction)[2]) {
     float now[2][2] = {{most[0], s[1]}, {most[1], s[3]}}, offset[2];  // two chains a row: one waits for itself
@@ -118,16 +157,16 @@ struct RunningRows {
       float all = fmaxf(now[h][0], now[h][1]);
       all = fmaxf(all, __shfl_xor_sync(0xffffffffu, all, 1));
       all = fmaxf(all, __shfl_xor_sync(0xffffffffu, all, 2));
-      offset[h] = all == -infinity() ? 0.0f : kScored ? all : all * scale;
+      offset[h] = all == -infinity() ? 0.0f : kLarge ? all : all * scale;
       correction[h] = most[h] == all ? 1.0f
-                      : kScored      ? exp2_fast((most[h] - offset[h]) * kLog2e)
+                      : kLarge       ? exp2_fast((most[h] - offset[h]) * kLog2e)
                                      : exp2_fast(most[h] * scale - offset[h]);
       most[h] = all;
       sum[h] *= correction[h];
     }
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      x[i] = kScored ? (s[i] - offset[i / 2 % 2]) * kLog2e : s[i] * scale - offset[i / 2 % 2];
+      x[i] = kLarge ? (s[i] - offset[i / 2 % 2]) * kLog2e : s[i] * scale - offset[i / 2 % 2];
     }
   }
   /// The exponents that exp2_of then made of it.
@@ -339,10 +378,12 @@ __device__ __forceinline__ void store_part(const Params& p, int part, int row, c
 template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit, unsigned kScore = 0>
 struct Forward {
   using S = ScoredForwardShared<kDepth, kValues, kScore>;
+  using K = ScoreKind<kScore>;
+  static constexpr bool kLarge = K::kRest;  ///< scores may be as large as numbers are
   static constexpr Roles kRoles{.consumers = 2, .producer_registers = 24, .consumer_registers = 240};
   const ForwardParamsOf<kScore>& p;
   S& shared;
-  u32 q, k, v;  ///< tiles
+  u32 q, k, v, bias;  ///< tiles
 
   __device__ __forceinline__ void produce() const {
     if (threadIdx.x == 0) {
@@ -350,6 +391,20 @@ struct Forward {
       tma::prefetch(&p.k.map);
       tma::prefetch(&p.v.map);
       forward_fetch<kGeneral, kSplit>(p, shared, q, k, v);
+    }
+    if constexpr (K::kTiles) {
+      if (threadIdx.x == 32 || threadIdx.x == 64) {
+        const int warpgroup = static_cast<int>(threadIdx.x) / 32 - 1;
+        fetch_bias<kGeneral, kSplit>(p, shared, bias + warpgroup * S::kBiasTile, warpgroup);
+      }
+    }
+  }
+
+  /// The largest scores as those who store them want them: with the scale, which dropout alone leaves out.
+  __device__ __forceinline__ void to_natural(RunningRows& rows) const {
+    if constexpr (K::kDrops && !K::kCaps && !kLarge) {
+      rows.most[0] *= p.more.score.scale;
+      rows.most[1] *= p.more.score.scale;
     }
   }
 
@@ -359,6 +414,7 @@ struct Forward {
     const int row = head_row<kSplit>(p, warpgroup);
     Consumer<S::kItems> items;
     Consumer<S::kStages> at, behind;  // `behind` is the step whose values are to be added
+    Consumer<1> biases;
     for (;; items.next()) {
       shared.q.wait(items);
       const int4 note = read_note(shared.items[items.stage]);
@@ -478,30 +534,41 @@ struct Forward {
               bits.load(p.walk.bits + mask.x, row);
             }
           }
+          u32 dropped[kCols / 64] = {};
+          const auto issued = [&] {  // while the tensor cores multiply
+            if constexpr (K::kDrops) {
+              scores.drop_some(p.more, tokens, dropped);
+            }
+          };
           if (n > 0) {
             add_values();
+            issued();
             wgmma::wait<1>();
           } else {
+            issued();
             wgmma::wait<0>();
           }
-          u32 dropped[kCols / 64] = {};
-          if constexpr (kScore != 0) {
-            if constexpr (ScoreKind<kScore>::kCaps) {
-              cut_read<kGeneral>(s, mask, bits, p.walk.used, used_now, row, 0.0f);
-            }
-            scores.apply(p.more, s, tokens, [&](int i, float, int key) {
-              if constexpr (ScoreKind<kScore>::kDrops) {
-                dropped[i / 32] |= (keeps(p.more, scores.drop[i / 2 % 2], key) ? 0u : 1u) << i % 32;
-              }
-            });
+          if constexpr (K::kTiles) {
+            shared.bias[warpgroup].wait(biases);
+            scores.take(bias + warpgroup * S::kBiasTile);
+            fence_async_proxy();  // without it, the release overtakes the loads
+            shared.bias[warpgroup].release(0);
+            biases.next();
+          }
+          if constexpr (K::kCaps) {
+            cut_read<kGeneral>(s, mask, bits, p.walk.used, used_now, row, 0.0f);
+            cap_rows(p.more, s);
+          }
+          if constexpr (kLarge) {
+            scores.template apply<K::kCaps>(p.more, s, tokens, [](int, float) {});
           }
           shared.k.release(static_cast<int>(at.stage));
           cut_read<kGeneral>(s, mask, bits, p.walk.used, used_now, row, -infinity());
           float correction[2];
-          rows.template shift<kScore != 0>(s, s, p.scale, correction);
+          rows.template shift<kLarge>(s, s, K::kCaps ? kLog2e : p.scale, correction);
           exp2_of<0, kCols / 2>(s);
           rows.add_up(s);
-          if constexpr (ScoreKind<kScore>::kDrops) {
+          if constexpr (K::kDrops) {
 #pragma unroll
             for (int i = 0; i < kCols / 2; ++i) {
               s[i] = (dropped[i / 32] >> i % 32 & 1) != 0 ? 0.0f : s[i];
@@ -522,6 +589,7 @@ struct Forward {
         shared.v.release(static_cast<int>(behind.stage));
         behind.next();
       }
+      to_natural(rows);
       named_barrier(1 + warpgroup, 128);  // no one reads this half of q any more
       if (const int part = kSplit ? read_part(shared.parts[items.stage]) : -1; part >= 0) {
         store_part<kValues>(p, part, tile_row(warpgroup), o, rows);
@@ -537,14 +605,19 @@ struct Forward {
 template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit, unsigned kScore, typename S>
 __device__ __forceinline__ void run_forward(const ForwardParamsOf<kScore>& p, S& shared, const u8* raw) {
   const u32 q = stages_in(raw), k = q + S::kItems * S::kRowTile, v = k + S::kStages * S::kKeyTile;
+  const u32 bias = v + S::kStages * S::kValueTile;
   clear_unplaced(k, S::kStages * (S::kHalves + S::kValueHalves), S::kCols, p.walk.col_places);
   init_barriers([&] {
     shared.q.make(1, 8);
     shared.k.make(1, 8);
     shared.v.make(1, 8);
+    if constexpr (ScoreKind<kScore>::kTiles) {
+      shared.bias[0].make(1, 4);
+      shared.bias[1].make(1, 4);
+    }
   });
   begin_after_earlier_kernel();
-  run_warp_specialized(Forward<T, kDepth, kValues, kGeneral, kSplit, kScore>{p, shared, q, k, v});
+  run_warp_specialized(Forward<T, kDepth, kValues, kGeneral, kSplit, kScore>{p, shared, q, k, v, bias});
 }
 
 template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit>

@@ -2,6 +2,7 @@
 #include "ops/attention/cuda/hopper_launch.h"
 
 #include <bit>
+#include <cmath>
 #include <utility>
 
 #include "core/divide.h"
@@ -81,13 +82,15 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
       }
       list.push_back(five_product_instance(dtype, columns, Pass::finish, {}));
       for (const unsigned score : listed_scores(dtype)) {
-        if ((score & kDropout) == 0) {
-          add(five_product_instance(dtype, columns, Pass::five_product, {true, false, score}),
-              five_product_shared(columns.most(), true));
-        }
+        add(five_product_instance(dtype, columns, Pass::five_product, {true, false, score}),
+            five_product_shared(columns.most(), true));
         for (const bool general : {false, true}) {
           const Extras extras{general, false, score};
           add(forward_instance(dtype, columns, extras), forward_shared(columns));
+          if ((score & kBiasBits) != 0) {
+            const Extras tiles{general, false, score | kBiasTiles};
+            add(forward_instance(dtype, columns, tiles), forward_shared(columns, tiles.score));
+          }
           add(backward_instance(dtype, columns, Pass::d_keys, extras), backward_shared(columns, true));
           add(backward_instance(dtype, columns, Pass::d_queries, extras), backward_shared(columns, true));
         }
@@ -111,12 +114,22 @@ const KernelList kKernels{"attention", list_kernels};
 constexpr unsigned kPlainKernels = 778;
 constinit KernelTable<kPlainKernels + 4 * kScoreCount * 32> kernels;
 
-/// Two elements at a time, as kernels read them.
-bool has_pairs(const Problem& p) {
-  const Bias& b = p.bias;
-  return b.data != nullptr && b.col == 1 &&
-         is_aligned(b.data, {b.row, p.heads > 1 ? b.head : 0, p.batch > 1 ? b.batch : 0}, size_of(b.dtype),
-                    2 * size_of(b.dtype));
+/// Whether a tile's tokens follow each other.
+bool is_line(const Order& of) { return of.extent[0] == 1 && of.extent[1] == 1 && of.stride[2] == 1; }
+
+/// The polynomial of the capped score: tanh(u) / u for |u| ≤ 3/4, of u². Powers of the factor must be numbers.
+void fill_cap(const Problem& p, ScoreMore& more) {
+  constexpr double kTerms[] = {0.999999435, -0.333282515, 0.13258983, -0.0500562956, 0.0129296262}, kBound = 0.75;
+  if (p.softcap <= 0) {
+    return;
+  }
+  const double factor = p.scale / p.softcap;
+  more.cap = static_cast<float>(2 * 1.4426950408889634 * factor);
+  more.cap_bound =
+      factor > 0x1p-12 && factor < 0x1p6 && p.scale > 0x1p-20 ? static_cast<float>(kBound / factor) : -1.0f;
+  for (int n = 0; n < 5; ++n) {
+    more.cap_terms[n] = static_cast<float>(p.scale * kTerms[n] * std::pow(factor, 2 * n));
+  }
 }
 
 /// Whether the kernels can do what is asked for besides the scale: offsets in a row of the bias have 32 bits, tokens
@@ -136,6 +149,12 @@ std::string Columns::text() const { return ", " + std::to_string(depth) + ", " +
 std::string Extras::text() const {
   return flag(general) + flag(split) + (score != 0 ? ", " + std::to_string(score) : "");
 }
+bool has_groups(const Problem& p, std::size_t count) {
+  const Bias& b = p.bias;
+  return b.data != nullptr && b.col == 1 &&
+         is_aligned(b.data, {b.row, p.heads > 1 ? b.head : 0, p.batch > 1 ? b.batch : 0}, size_of(b.dtype),
+                    count * size_of(b.dtype));
+}
 unsigned score_of(const Problem& p) {
   const unsigned bias = p.bias.data == nullptr       ? 0
                         : p.bias.dtype == DType::f32 ? 1
@@ -144,20 +163,45 @@ unsigned score_of(const Problem& p) {
   return bias | (p.slopes.data != nullptr ? kAlibi : 0) | (p.softcap > 0 ? kSoftcap : 0) |
          (p.dropout.rate > 0 ? kDropout : 0);
 }
+
+std::optional<BiasSource> bias_source(const Problem& p, const Order& queries, const Order& keys) {
+  const Bias& b = p.bias;
+  const std::int64_t head = p.heads > 1 ? b.head : 0, batch = p.batch > 1 ? b.batch : 0;
+  if (b.data == nullptr || b.dtype == DType::f32 || b.col != 1 || b.row <= 0 || head < 0 || batch < 0 ||
+      !is_line(queries) || !is_line(keys) || !has_groups(p, 8)) {
+    return std::nullopt;
+  }
+  const auto size = [](std::int64_t stride, std::int64_t count) {
+    return static_cast<std::uint64_t>(stride > 0 ? count : 1);
+  };
+  const auto bytes = [&](std::int64_t stride) { return static_cast<std::uint64_t>(2 * (stride > 0 ? stride : b.row)); };
+  if (std::max({b.row, head, batch}) >= 1LL << 38) {
+    return std::nullopt;
+  }
+  BiasSource source{};
+  source.map = std::bit_cast<Map>(
+      driver::make_tensor_map(b.data, 2,
+                              std::array{static_cast<std::uint64_t>(p.cols), static_cast<std::uint64_t>(p.rows),
+                                         size(head, p.heads), size(batch, p.batch)},
+                              std::array{bytes(b.row), bytes(head), bytes(batch)},
+                              std::array<std::uint32_t, 4>{64, 64, 1, 1}, driver::Swizzle::b128));
+  source.head = head > 0 ? 1 : 0;
+  source.batch = batch > 0 ? 1 : 0;
+  return source;
+}
 ScoreMore score_more(const Problem& p, std::int64_t first, const Order& rows, const Order& cols) {
-  const auto line = [](const Order& of) { return of.extent[0] == 1 && of.extent[1] == 1 && of.stride[2] == 1 ? 1 : 0; };
   const auto size = static_cast<std::int64_t>(size_of(p.bias.dtype));
   ScoreMore more{};
   more.score = portable::score_arg(p);
-  more.cap = p.softcap > 0 ? static_cast<float>(2 * 1.4426950408889634 * p.scale / p.softcap) : 0.0f;
+  fill_cap(p, more);
   more.head0 = static_cast<int>(first);
   more.heads = static_cast<int>(p.heads);
   more.queries = static_cast<int>(p.rows);
   more.bias_row = static_cast<int>(p.bias.row * size);
   more.bias_col = static_cast<int>(p.bias.col * size);
-  more.bias_pairs = has_pairs(p) ? 1 : 0;
-  more.row_line = line(rows);
-  more.col_line = line(cols);
+  more.bias_pairs = has_groups(p, 2) ? 1 : 0;
+  more.row_line = is_line(rows) ? 1 : 0;
+  more.col_line = is_line(cols) ? 1 : 0;
   return more;
 }
 Columns columns_of(const Problem& p) {
@@ -207,11 +251,15 @@ KernelSpec KernelConfig::spec() const {
 const Kernel& KernelConfig::kernel(int device) const {
   return kernels.get(number(), device, [this] { return spec(); });
 }
+int KernelConfig::shared_bytes() const {
+  return pass == Pass::forward ? forward_shared(columns, extras.score) : backward_shared(columns, extras.score != 0);
+}
 void prepare_kernels(std::span<const KernelConfig> wanted, int device) { kernels.prepare(wanted, device); }
 
-int forward_shared(const Columns& columns) {
+int forward_shared(const Columns& columns, unsigned score) {
   const auto [cols, items, stages] = forward_tiles(columns.depth, columns.values);
-  return 1024 + 2 * (items * kRows * columns.most() + stages * cols * (columns.depth + columns.values));
+  const int bias = (score & kBiasTiles) != 0 ? kRows * cols : 0;
+  return 1024 + 2 * (items * kRows * columns.most() + stages * cols * (columns.depth + columns.values) + bias);
 }
 int backward_shared(const Columns& columns, bool scored) {
   if (scored && columns.most() == 128) {
@@ -233,9 +281,8 @@ bool movable(const Operand& x) {
 
 bool fits(const Problem& p, const Context& context) {
   const bool type = p.dtype == DType::f16 || p.dtype == DType::bf16;
-  const std::int64_t most =
-      std::max(p.depth, p.value_depth);  // up to 32, half of what a kernel does would be for zeros
-  const bool size = most > 32 && most <= kMostColumns && p.depth > 0 && p.value_depth > 0 && p.depth % 8 == 0 &&
+  const std::int64_t most = std::max(p.depth, p.value_depth);
+  const bool size = most <= kMostColumns && p.depth > 0 && p.value_depth > 0 && p.depth % 8 == 0 &&
                     p.value_depth % 8 == 0 && p.batch > 0 && p.heads > 0 && p.kv_heads > 0 && p.rows > 0 &&
                     p.cols > 0 && p.batch * p.heads < kMost;
   return type && size && (score_of(p) == 0 || options_fit(p)) && static_cast<float>(p.scale) > 0 &&

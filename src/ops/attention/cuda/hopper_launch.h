@@ -64,10 +64,16 @@ struct Extras {
   std::string text() const;
 };
 
+/// Whether kernels can read the biases of `count` neighbouring keys at once, from any multiple of it on.
+bool has_groups(const Problem& p, std::size_t count);
 /// The options of a problem.
 unsigned score_of(const Problem& p);
 /// What they need; heads are those from `first` on. The rows of the component are keys, or else its columns.
 ScoreMore score_more(const Problem& p, std::int64_t first, const Order& rows, const Order& cols);
+
+/// The bias of a component's tiles for the copy engine, if that can bring them: 16 bits, neighbouring keys and queries
+/// in a tile, a matrix for each head or batch element or for all.
+std::optional<BiasSource> bias_source(const Problem& p, const Order& queries, const Order& keys);
 
 /// What makes the gradients of keys and values, or of queries.
 std::vector<Pass> backward_passes(const Columns& columns, bool keys);
@@ -83,13 +89,14 @@ struct KernelConfig {
   std::size_t number() const;
   KernelSpec spec() const;
   const Kernel& kernel(int device) const;
+  int shared_bytes() const;  ///< that a launch asks for, of kernels over a plan's components
 };
 
 /// Has these kernels ready; those that are new are compiled at the same time.
 void prepare_kernels(std::span<const KernelConfig> wanted, int device);
 
 /// Bytes for what ForwardShared, BackwardShared and HeadDimGt128Shared describe.
-int forward_shared(const Columns& columns);
+int forward_shared(const Columns& columns, unsigned score = 0);
 int backward_shared(const Columns& columns, bool scored = false);
 
 // ------------------------------------------------------------------------------------------ plans on a device
@@ -264,7 +271,7 @@ inline bool starts_early(const BackwardParams& params) { return params.early != 
 
 /// Parts are joined before a kernel that waits for them; one that starts early does not.
 template <typename Params>
-void launch_all(const std::vector<Launch<Params>>& launches, int shared_bytes, const Context& context) {
+void launch_all(const std::vector<Launch<Params>>& launches, const Context& context) {
   auto joined = launches.begin();
   const auto join_until = [&](auto end) {
     for (; joined != end; ++joined) {
@@ -278,7 +285,7 @@ void launch_all(const std::vector<Launch<Params>>& launches, int shared_bytes, c
       join_until(launch);
     }
     launch->config.kernel(context.device.index)
-        .launch_behind(launch->grid, kThreads, shared_bytes, &launch->params, context.stream);
+        .launch_behind(launch->grid, kThreads, launch->config.shared_bytes(), &launch->params, context.stream);
   }
   join_until(launches.end());
 }

@@ -16,10 +16,12 @@ struct ScoreKind {
   static constexpr unsigned kBiasType = kScore & kBiasBits;
   static constexpr bool kBias = kBiasType != 0, kWide = kBiasType == 1, kHasAlibi = (kScore & kAlibi) != 0;
   static constexpr bool kCaps = (kScore & kSoftcap) != 0, kDrops = (kScore & kDropout) != 0;
-  static constexpr bool kRest = kBias || kHasAlibi;              ///< log-sum-exps may be large
-  static constexpr bool kTokens = kBias || kHasAlibi || kDrops;  ///< says more than the product
-  static constexpr bool kBoth = kCaps || kDrops;                 ///< dS is made with P, not after it
-  static constexpr u32 kBytes = kWide ? 4 : 2;                   ///< of an element of the bias
+  static constexpr bool kRest = kBias || kHasAlibi;                           ///< log-sum-exps may be large
+  static constexpr bool kTiles = (kScore & kBiasTiles) != 0;                  ///< of the bias come by the copy engine
+  static constexpr bool kTokens = (kBias && !kTiles) || kHasAlibi || kDrops;  ///< tokens say more than the product
+  static constexpr bool kBoth = kCaps || kDrops;                              ///< dS is made with P, not after it
+  static constexpr bool kRowBits = kDrops && !kRest;  ///< random_row's bits may take the place of `rest`
+  static constexpr u32 kBytes = kWide ? 4 : 2;        ///< of an element of the bias
 };
 
 /// A token as a float, 2^23 larger: 0 ≤ token < 2^23.
@@ -55,17 +57,58 @@ __device__ __forceinline__ float min_or_nan(float x, float y) {
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
   return z;
 }
-/// c · tanh(scale · x / c) of two products, as c − 2c / (1 + e^(2u)), and the derivatives. Larger exponents than 60
-/// change nothing. One reciprocal serves both, so a NaN of one is one of the other: products that are not in the
-/// pattern must be numbers before it, and the two must be of a row that a NaN spoils anyway.
+/// 1 + e^(2u), u = scale · x / c. Larger exponents than `most` change nothing.
+__device__ __forceinline__ float cap_power(const ScoreMore& more, float x, float most) {
+  return 1.0f + exp2_fast(min_or_nan(x * more.cap, most));
+}
+/// c · tanh(scale · x / c) of two products, as c − 2c / (1 + e^(2u)), and the derivatives. One reciprocal serves both,
+/// so a NaN of one is one of the other: products that are not in the pattern must be numbers before it, and the two
+/// must be of a row that a NaN spoils anyway.
 __device__ __forceinline__ void cap_two(const ScoreMore& more, float& x, float& y, float& dx, float& dy) {
-  const float a = 1.0f + exp2_fast(min_or_nan(x * more.cap, 60.0f)),
-              b = 1.0f + exp2_fast(min_or_nan(y * more.cap, 60.0f));
+  const float a = cap_power(more, x, 60.0f), b = cap_power(more, y, 60.0f);
   const float both = reciprocal(a * b), in_x = both * b, in_y = both * a, c = more.score.softcap;
   dx = in_x * (4.0f - 4.0f * in_x);
   dy = in_y * (4.0f - 4.0f * in_y);
   x = c - 2.0f * c * in_x;
   y = c - 2.0f * c * in_y;
+}
+/// Products of a thread's two rows become c · tanh(scale · x / c). A polynomial takes six instructions and no
+/// exponential where all of a warp's |scale · x / c| are at most 3/4; its relative error is 7e-7. Else one reciprocal
+/// serves four elements of a row, as in cap_two.
+template <int kSize>
+__device__ __forceinline__ void cap_rows(const ScoreMore& more, float (&s)[kSize]) {
+  float most[2] = {0.0f, 0.0f};  // two chains: one waits for itself
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    most[i % 2] = fmaxf(most[i % 2], fabsf(s[i]));
+  }
+  if (__all_sync(0xffffffffu, fmaxf(most[0], most[1]) <= more.cap_bound)) {
+#pragma unroll
+    for (float& x : s) {
+      const float z = x * x;
+      float sum = more.cap_terms[4];
+#pragma unroll
+      for (int n = 3; n >= 0; --n) {
+        sum = sum * z + more.cap_terms[n];
+      }
+      x *= sum;
+    }
+    return;
+  }
+  const float top = more.score.softcap;
+#pragma unroll
+  for (int j = 0; j < kSize; j += 8) {
+#pragma unroll
+    for (int i = j; i < j + 4; i += 2) {
+      const float a = cap_power(more, s[i], 30.0f), b = cap_power(more, s[i + 1], 30.0f),
+                  c = cap_power(more, s[i + 4], 30.0f), d = cap_power(more, s[i + 5], 30.0f);
+      const float ab = a * b, cd = c * d, all = -2.0f * top * reciprocal(ab * cd), first = all * cd, second = all * ab;
+      s[i] = first * b + top;
+      s[i + 1] = first * a + top;
+      s[i + 4] = second * d + top;
+      s[i + 5] = second * c + top;
+    }
+  }
 }
 /// The scores of two products, without bias and ALiBi.
 template <unsigned kScore>
@@ -109,11 +152,6 @@ __device__ __forceinline__ ScoreHead score_head(const ScoreMore& more, int batch
   }
   return made;
 }
-/// Whether dropout keeps an element: `row` is random_row's.
-__device__ __forceinline__ bool keeps(const ScoreMore& more, u32 row, int key) {
-  return random_bits(row, key) >= more.score.threshold;
-}
-
 /// Scores whose rows are queries and whose kCols columns are keys: rows `row` and `row` + 8 of a thread.
 template <unsigned kScore, int kCols>
 struct ScoresByQuery {
@@ -131,7 +169,7 @@ struct ScoresByQuery {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int query = max(0, __shfl_sync(0xffffffffu, own, threadIdx.x % 32 / 4 + 8 * h));
-      if constexpr (K::kBias) {
+      if constexpr (K::kBias && !K::kTiles) {
         line[h] = move(head.bias, query, more.bias_row);
       }
       if constexpr (K::kHasAlibi) {
@@ -143,10 +181,25 @@ struct ScoresByQuery {
     }
   }
 
+  /// Takes the biases of a warp's 16 rows from a tile: 64 rows of 128 bytes for each 64 columns.
+  __device__ __forceinline__ void take(u32 tile) {
+    const u32 row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
+#pragma unroll
+    for (int j = 0; j < kCols / 8; j += 2) {
+      const u32 at = row * 128 + (j % 8 + threadIdx.x % 32 / 16) * 16;
+      u32 four[4];
+      wgmma::load_pieces(four, tile + j / 8 * 8192 + tma::swizzled<128>(at));
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        words[2 * j + n] = four[n];
+      }
+    }
+  }
+
   /// Asks for the biases of columns [kFrom, kFrom + kPart), whose tokens are in shared memory.
   template <int kFrom = 0>
   __device__ __forceinline__ void ask(const ScoreMore& more, const int* tokens) {
-    if constexpr (K::kBias) {
+    if constexpr (K::kBias && !K::kTiles) {
       const int shift = static_cast<int>(threadIdx.x) % 4 * 2, first = tokens[0];
       const bool follow = more.col_line != 0 && tokens[kCols - 1] >= 0;
       if (more.bias_pairs != 0 && follow && first % 2 == 0) {
@@ -183,6 +236,27 @@ struct ScoresByQuery {
       }
     }
   }
+  /// Which of a thread's elements dropout drops, a bit for each.
+  __device__ __forceinline__ void drop_some(const ScoreMore& more, const int* tokens,
+                                            u32 (&dropped)[kCols / 64]) const {
+    const int shift = static_cast<int>(threadIdx.x) % 4 * 2, first = tokens[0];
+    const auto mark = [&](int i, u32 bits) { dropped[i / 32] |= (bits >= more.score.threshold ? 0u : 1u) << i % 32; };
+    if (more.col_line != 0 && first % 16 == 0) {  // a thread has both columns of a random_pair
+#pragma unroll
+      for (int i = 0; i < kCols / 2; ++i) {
+        if (i % 8 < 4) {
+          const u32 bits = random_pair(drop[i / 2 % 2], first + i / 4 * 8 + shift + i % 2);
+          mark(i, swap_halves(bits));
+          mark(i + 4, bits);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCols / 2; ++i) {
+        mark(i, random_bits(drop[i / 2 % 2], tokens[i / 4 * 8 + shift + i % 2]));
+      }
+    }
+  }
   /// Of the tile's element i, for the part that was asked for.
   __device__ __forceinline__ float bias(int i) const {
     i %= kPart / 2;
@@ -193,42 +267,43 @@ struct ScoresByQuery {
     }
   }
 
-  /// Products become scores; `also(i, derivative of the softcap, key)` hears of each after it.
-  template <int kFrom, typename Also>
+  /// Products become scores; `also(i, derivative of the softcap)` hears of each after it. kCapped: they are capped.
+  template <int kFrom, bool kCapped, typename Also>
   __device__ __forceinline__ void apply_part(const ScoreMore& more, float (&s)[kCols / 2], const int* tokens,
                                              Also also) const {
     const int shift = static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
     for (int j = kFrom / 8; j < (kFrom + kPart) / 8; ++j) {
       int2 keys{0, 0};
-      if constexpr (K::kHasAlibi || K::kDrops) {
+      if constexpr (K::kHasAlibi) {
         keys = *reinterpret_cast<const int2*>(tokens + 8 * j + shift);
       }
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 4; i += 2) {
-        float d[2];
-        begin_two<kScore>(more, s[i], s[i + 1], d[0], d[1]);
+        float d[2] = {1.0f, 1.0f};
+        if constexpr (!kCapped) {
+          begin_two<kScore>(more, s[i], s[i + 1], d[0], d[1]);
+        }
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int key = e == 0 ? keys.x : keys.y;
           if constexpr (K::kBias) {
             s[i + e] += bias(i + e);
           }
           if constexpr (K::kHasAlibi) {
-            s[i + e] -= slope * fabsf(place[i / 2 % 2] - far_float(key));
+            s[i + e] -= slope * fabsf(place[i / 2 % 2] - far_float(e == 0 ? keys.x : keys.y));
           }
-          also(i + e, d[e], key);
+          also(i + e, d[e]);
         }
       }
     }
   }
   /// The first part was asked for already.
-  template <typename Also>
+  template <bool kCapped = false, typename Also>
   __device__ __forceinline__ void apply(const ScoreMore& more, float (&s)[kCols / 2], const int* tokens, Also also) {
-    apply_part<0>(more, s, tokens, also);
+    apply_part<0, kCapped>(more, s, tokens, also);
     if constexpr (kPart < kCols) {
       ask<kPart>(more, tokens);
-      apply_part<kPart>(more, s, tokens, also);
+      apply_part<kPart, kCapped>(more, s, tokens, also);
     }
   }
 };
@@ -236,12 +311,26 @@ struct ScoresByQuery {
 /// Scores whose rows are keys and whose 64 columns are queries. query(n) and key(n) are tokens of a step's n-th column
 /// and of a warp's n-th row; `head` is in shared memory, because registers are short. kForQueries: gradients of queries
 /// are made of them, too, so a NaN must not pass from one query to another; else it must not from one key to another,
-/// because one that is padding may be NaN.
+/// because one that is padding may be NaN. There a warpgroup also has 8 KB of shared memory, through which a bias of 16
+/// bits passes: 64 queries of 64 keys, 128 bytes each, swizzled.
 template <unsigned kScore, bool kForQueries>
 struct ScoresByKey {
   using K = ScoreKind<kScore>;
   static constexpr int kPart = K::kWide ? 32 : 64;  ///< queries whose biases are asked for at once
+  static constexpr bool kStaged = kForQueries && K::kBias && !K::kWide;
   u32 words[K::kBias ? 16 : 1];
+
+  /// What the warpgroup asked for goes to its memory, if it has any.
+  __device__ __forceinline__ void stage(u32 memory) const {
+    if constexpr (kStaged) {
+      const u32 thread = threadIdx.x % 128;
+#pragma unroll
+      for (u32 n = 0; n < 4; ++n) {
+        store_shared_128(memory + tma::swizzled<128>((thread / 8 + 16 * n) * 128 + thread % 8 * 16),
+                         {words[4 * n], words[4 * n + 1], words[4 * n + 2], words[4 * n + 3]});
+      }
+    }
+  }
 
   /// Asks for the biases of queries [kFrom, kFrom + kPart) of a step. `pairs`: the warp's keys follow each other, and
   /// two can be read at once. Lanes read keys of a query, as they lie in memory; apply() transposes.
@@ -258,6 +347,16 @@ struct ScoresByKey {
           words[4 * j + e] = load_32(line + at[0]);
           words[4 * j + 2 + e] = load_32(line + at[1]);
         }
+      }
+    } else if constexpr (kStaged) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int thread = static_cast<int>(threadIdx.x) % 128;  // eight read 128 bytes of a query
+        const u8* const from =
+            move(head.bias + key(thread % 8 * 8 - thread / 32 * 16) * 2, query(thread / 8 + 16 * n), more.bias_row);
+        asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(words[4 * n]), "=r"(words[4 * n + 1]), "=r"(words[4 * n + 2]), "=r"(words[4 * n + 3])
+                     : "l"(from));
       }
     } else if constexpr (K::kBias) {
       if (pairs) {
@@ -283,7 +382,7 @@ struct ScoresByKey {
   /// Gives `also(i, score, derivative of the softcap)` for the products of queries [kFrom, kFrom + kPart).
   template <int kFrom, typename Query, typename Key, typename Also>
   __device__ __forceinline__ void apply_part(const ScoreMore& more, const ScoreHead& head, const float (&s)[32],
-                                             Query query, Key key, Also also) const {
+                                             Query query, Key key, u32 memory, Also also) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     float place[2] = {0.0f, 0.0f}, slope = 0.0f;
     if constexpr (K::kHasAlibi) {
@@ -291,10 +390,18 @@ struct ScoresByKey {
       place[0] = far_float(key(lane / 4)) - static_cast<float>(more.score.distance);
       place[1] = far_float(key(lane / 4 + 8)) - static_cast<float>(more.score.distance);
     }
+    u32 four[4] = {};
 #pragma unroll
     for (int j = kFrom / 8; j < (kFrom + kPart) / 8; ++j) {
       u32 pair[2] = {0, 0};
-      if constexpr (K::kBias && !K::kWide) {
+      if constexpr (kStaged) {
+        if (j % 2 == 0) {
+          const u32 row = static_cast<u32>(8 * j + lane / 16 * 8 + lane % 8), unit = threadIdx.x / 32 % 4 * 2;
+          wgmma::load_pieces_transposed(four, memory + tma::swizzled<128>(row * 128 + (unit + lane / 8 % 2) * 16));
+        }
+        pair[0] = four[j % 2 * 2];
+        pair[1] = four[j % 2 * 2 + 1];
+      } else if constexpr (K::kBias && !K::kWide) {
         pair[0] = wgmma::transposed_piece(words[2 * j]);
         pair[1] = wgmma::transposed_piece(words[2 * j + 1]);
       }
@@ -319,11 +426,11 @@ struct ScoresByKey {
   /// Of all. The first part was asked for already.
   template <typename Query, typename Key, typename Also>
   __device__ __forceinline__ void apply(const ScoreMore& more, const ScoreHead& head, const float (&s)[32], Query query,
-                                        Key key, Also also) {
-    apply_part<0>(more, head, s, query, key, also);
+                                        Key key, u32 memory, Also also) {
+    apply_part<0>(more, head, s, query, key, memory, also);
     if constexpr (kPart < 64) {
       ask<kPart>(more, head, query, key, false);
-      apply_part<kPart>(more, head, s, query, key, also);
+      apply_part<kPart>(more, head, s, query, key, memory, also);
     }
   }
 };

@@ -147,14 +147,21 @@ struct BiasGradientParams {
   ScoreArg score;
   InputArg first, second, other_first, other_second;
   const ScoreStats* stats;
-  float* out;  ///< added to
+  void* out;
+  BiasType out_type;  ///< of its elements
+  bool add;           ///< they are float and are added to; else each is written once
+  bool pairs;         ///< two that follow each other from an even place on can be written at once, and are not added to
+  bool follow;        ///< columns 2n and 2n + 1 of a tile do follow each other
+  bool bias_pairs;    ///< 16-bit biases of keys 2n and 2n + 1 can be read at once, for any n
   long long out_batch, out_head, out_row, out_col;
   const int* heads;  ///< those with this pattern, or null for all
   int head_count;
   int first_batch, batch;  ///< the elements with this pattern
-  int all, ratio, queries, depth, value_depth;
+  int all, ratio, queries, keys, depth, value_depth;
   bool sum_batch, sum_heads;
-  PaddingArg padding;  ///< of the rows, where they are keys
+  int splits;           ///< a row tile's steps are dealt out to so many CTAs of attention_bias_gradient
+  long long out_split;  ///< between their sums, where columns are summed
+  PaddingArg padding;   ///< of the rows, where they are keys
 };
 
 /// Which columns of a side's tiles the queries of each batch element see. Tiles are TileArg in an order, or tokens of
@@ -219,6 +226,11 @@ constexpr KernelShape forward_shape(int depth, bool extras) {
 constexpr KernelShape backward_shape(int depth, bool extras) {
   const int rows = depth > 128 ? 64 : 128, cols = depth > 128 || extras ? 32 : 64;
   return {rows, cols, rows / 16, larger((2 * rows + 4 * cols) * line_bytes(depth), staging_bytes(rows, depth))};
+}
+/// Of kernels for the gradient of a bias: two stages of two matrices for rows and columns.
+constexpr KernelShape bias_shape(int depth) {
+  const int rows = depth > 128 ? 64 : 128, cols = depth > 128 ? 32 : 64;
+  return {rows, cols, rows / 16, 4 * (rows + cols) * line_bytes(depth)};
 }
 /// Of the kernels in float; `tiles` of them in shared memory. Lines are padded so that they begin in different banks.
 /// With tf32, 64 columns of results pass through it as well.
@@ -449,12 +461,15 @@ struct FiveProductParams {
 
 // Kernels with options read more. The structs begin as those without, which take as much of them as they know.
 
-/// Options of a kernel, as bits: the type of the bias (BiasType + 1), or 0; ALiBi; softcap; dropout.
-inline constexpr unsigned kBiasBits = 3, kAlibi = 4, kSoftcap = 8, kDropout = 16, kScoreCount = 32;
+/// Options of a kernel, as bits: the type of the bias (BiasType + 1), or 0; ALiBi; softcap; dropout; whether the copy
+/// engine brings tiles of the bias, which has 16 bits then.
+inline constexpr unsigned kBiasBits = 3, kAlibi = 4, kSoftcap = 8, kDropout = 16, kBiasTiles = 32, kScoreCount = 64;
 
 struct ScoreMore {
   ScoreArg score;
-  float cap;         ///< what a product is multiplied by for exp2 to be e^(2·score / softcap)
+  float cap;           ///< what a product is multiplied by for exp2 to be e^(2·score / softcap)
+  float cap_terms[5];  ///< Σ terms[n] · x^(2n + 1) is the capped score of a product x, if |x| ≤ cap_bound
+  float cap_bound;
   int head0, heads;  ///< the launch's first query head, and the problem's
   int queries;
   int bias_row, bias_col;  ///< bytes
@@ -462,14 +477,23 @@ struct ScoreMore {
   int row_line, col_line;  ///< 1: a tile's rows or columns follow each other in the sequence
   RowSum* tops;            ///< forward: as portable ForwardParams::sums; null where there is one component
 };
+/// A bias as the copy engine sees it: (key, query, head, batch). Boxes are 64 × 64; the coordinates of a bias that is
+/// shared by heads or batch elements are 0.
+struct BiasSource {
+  Map map;
+  int head, batch;  ///< 1, or 0 where it is shared
+};
 struct ScoredForwardParams : ForwardParams {
   ScoreMore more;
+  BiasSource bias;  ///< of kernels with kBiasTiles
 };
 struct ScoredBackwardParams : BackwardParams {  ///< stats are ScoreStats
   ScoreMore more;
 };
 struct ScoredFiveProductParams : FiveProductParams {  ///< stats are tiles of 64 × lse, delta, rest, nothing
   ScoreMore more;
+  BiasSource bias;  ///< where `prefetch` is 1: what is on its way to L2 two steps ahead
+  int prefetch;
 };
 template <unsigned kScore, typename Plain, typename Scored>
 struct ParamsOf {

@@ -5,6 +5,7 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -116,17 +117,41 @@ KernelConfig config_for(Pass pass, const Problem& p, const Context& context) {
   return config;
 }
 
-KernelSpec bias_spec(DType dtype, int depth, bool keys, bool row_sums) {
-  return {kSimpleSource,
-          std::string("fretwork::bias_gradient<") + device_type(dtype) + ", " + std::to_string(depth) +
-              (keys ? ", true" : ", false") + (row_sums ? ", true>" : ", false>"),
-          simple_shape(depth, 4).shared_bytes};
-}
+/// The kernel that makes the gradient of a bias: on the tensor cores, or exact on FFMA for fp32 and where shared memory
+/// has no room for two stages. `keys`: the plan's rows are keys; `row_sums`: its columns are summed.
+struct BiasKernel {
+  DType dtype;
+  int depth;
+  bool simple, keys, row_sums, extras;  ///< extras: more than a bias is done to scores
+
+  static BiasKernel of(const Problem& p, bool keys, bool row_sums, const Context& context) {
+    const std::int64_t deepest = std::max(p.depth, p.value_depth);
+    if (p.dtype != DType::f32) {
+      const bool extras = p.softcap > 0 || p.slopes.data != nullptr || p.dropout.rate > 0;
+      const BiasKernel made{p.dtype, depth_for(kDepths, deepest), false, keys, row_sums, extras};
+      if (made.shape().shared_bytes <= driver::device_info(context.device.index).shared_per_block - 2 * kTables) {
+        return made;
+      }
+    }
+    return {p.dtype, depth_for(kSimpleDepths, deepest), true, keys, row_sums, true};
+  }
+  KernelShape shape() const { return simple ? simple_shape(depth, 4) : bias_shape(depth); }
+  KernelSpec spec() const {
+    const auto flag = [](bool value) { return value ? ", true" : ", false"; };
+    const std::string begin = simple ? "fretwork::bias_gradient<" : "fretwork::attention_bias_gradient<";
+    return {simple ? kSimpleSource : kBackwardSource,
+            begin + device_type(dtype) + ", " + std::to_string(depth) + flag(keys) + flag(row_sums) +
+                (simple ? "" : flag(extras)) + ">",
+            shape().shared_bytes};
+  }
+};
 KernelSpec stats_spec(DType dtype, bool score) {
   return {kRowsSource,
           std::string("fretwork::attention_stats<") + device_type(dtype) + ", 1, " + (score ? "true>" : "false>")};
 }
 KernelSpec sum_spec(DType to) { return {kRowsSource, std::string("fretwork::attention_sum<") + device_type(to) + ">"}; }
+
+constexpr std::pair<bool, bool> kBiasKernels[] = {{false, false}, {false, true}, {true, true}};  // keys, row_sums
 
 std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
   std::vector<KernelSpec> list;
@@ -136,9 +161,9 @@ std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
       list.push_back(KernelConfig{pass, DType::f32, depth, true, true}.spec());
     }
     for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
-      list.push_back(bias_spec(dtype, depth, false, false));
-      list.push_back(bias_spec(dtype, depth, false, true));
-      list.push_back(bias_spec(dtype, depth, true, true));
+      for (const auto& [keys, row_sums] : kBiasKernels) {
+        list.push_back(BiasKernel{dtype, depth, true, keys, row_sums, true}.spec());
+      }
     }
   }
   for (const DType dtype : {DType::f16, DType::bf16}) {
@@ -147,6 +172,9 @@ std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
         const auto add = [&](Pass pass) { list.push_back(KernelConfig{pass, dtype, depth, extras}.spec()); };
         add(Pass::forward);
         add(Pass::d_queries);
+        for (const auto& [keys, row_sums] : kBiasKernels) {
+          list.push_back(BiasKernel{dtype, depth, false, keys, row_sums, extras}.spec());
+        }
         if (depth <= 128) {
           add(Pass::d_keys_values);
         } else {
@@ -393,6 +421,15 @@ void key_gradients(const Given& given, Context& context) {
   clear_padding(b, context);
 }
 
+BiasType bias_type(DType dtype) {
+  return dtype == DType::f16 ? BiasType::f16 : dtype == DType::bf16 ? BiasType::bf16 : BiasType::f32;
+}
+bool is_contiguous(const Operand& x, const Sizes& s) {
+  const Operand packed = contiguous(x.data, s, s.cols);
+  return (x.batch == packed.batch || s.batch == 1) && (x.head == packed.head || s.heads == 1) &&
+         (x.row == packed.row || s.rows == 1) && (x.col == 1 || s.cols == 1);
+}
+
 /// Sums go to `at`. `keys`: the plan's rows are keys.
 BiasGradientParams bias_params(const Given& given, bool keys, const Operand& at) {
   const Problem& p = given.problem.forward;
@@ -403,7 +440,8 @@ BiasGradientParams bias_params(const Given& given, bool keys, const Operand& at)
   params.other_first = keys ? given.q.arg() : given.k.arg();
   params.other_second = keys ? given.d_o.arg() : given.v.arg();
   params.stats = static_cast<const ScoreStats*>(given.stats.data());
-  params.out = static_cast<float*>(at.data);
+  params.out = at.data;
+  params.add = true;
   params.out_batch = at.batch;
   params.out_head = at.head;
   params.out_row = at.row;
@@ -412,73 +450,141 @@ BiasGradientParams bias_params(const Given& given, bool keys, const Operand& at)
   params.all = static_cast<int>(p.heads);
   params.ratio = static_cast<int>(p.heads / p.kv_heads);
   params.queries = static_cast<int>(p.rows);
+  params.keys = static_cast<int>(p.cols);
   params.depth = static_cast<int>(p.depth);
   params.value_depth = static_cast<int>(p.value_depth);
+  params.bias_pairs = p.bias.dtype != DType::f32 && p.bias.col == 1 && p.cols % 2 == 0 &&
+                      is_aligned(p.bias.data, {p.bias.row, p.bias.head, p.bias.batch}, 2, 4);
   return params;
 }
 
-/// A bias that is not broadcast along rows or columns gets each element's sum; else the plan whose rows remain is
-/// walked and its columns are summed, and what remains of a bias broadcast along both is one more sum.
-void add_up_bias(const Given& given, Context& context) {
-  const BackwardProblem& b = given.problem;
-  const Problem& p = b.forward;
-  const Sizes sizes{b.bias_sizes[0], b.bias_sizes[1], b.bias_sizes[2], b.bias_sizes[3]};
-  const bool one_row = sizes.rows != p.rows, one_col = sizes.cols != p.cols;
-  const bool keys = one_row && !one_col, row_sums = one_row || one_col, both = one_row && one_col;
-  const int depth = depth_for(kSimpleDepths, std::max(p.depth, p.value_depth));
-  const KernelShape shape = simple_shape(depth, 4);
+/// What the gradient of a bias is made by: element by element, or as sums over the columns of a plan whose rows are
+/// queries or keys.
+struct BiasPlan {
+  Sizes sizes;  ///< of the bias
+  bool one_row, one_col, keys, row_sums, sum_batch, sum_heads;
+  BiasKernel kernel;
+  int splits;  ///< CTAs for each row tile: about eight in all for each SM
 
-  const Sizes made{sizes.batch, sizes.heads, both ? p.rows : sizes.rows, sizes.cols};
-  const std::size_t bytes = static_cast<std::size_t>(made.batch * made.heads * made.rows * made.cols) * 4;
-  if (bytes == 0) {
-    return;
+  BiasPlan(const BackwardProblem& b, const Context& context)
+      : sizes{b.bias_sizes[0], b.bias_sizes[1], b.bias_sizes[2], b.bias_sizes[3]},
+        one_row(sizes.rows != b.forward.rows),
+        one_col(sizes.cols != b.forward.cols),
+        keys(one_row && !one_col),
+        row_sums(one_row || one_col),
+        sum_batch(sizes.batch != b.forward.batch),
+        sum_heads(sizes.heads != b.forward.heads),
+        kernel(BiasKernel::of(b.forward, keys, row_sums, context)) {
+    const KernelShape shape = kernel.shape();
+    const std::int64_t rows = keys ? b.forward.cols : b.forward.rows, cols = keys ? b.forward.rows : b.forward.cols;
+    const std::int64_t tiles = std::max<std::int64_t>(1, ceil_div(rows, shape.rows) * sizes.batch * sizes.heads);
+    const std::int64_t wanted = 8 * driver::device_info(context.device.index).multiprocessors;
+    splits = kernel.simple ? 1
+                           : static_cast<int>(std::clamp<std::int64_t>(
+                                 ceil_div(wanted, tiles), 1, std::max<std::int64_t>(1, ceil_div(cols, shape.cols))));
   }
-  const Workspace space(context, bytes);
-  driver::fill_zero(space.data(), bytes, context.stream);
-  const Operand at = contiguous(space.data(), made, made.cols);
-  const Operand out{b.d_bias.data, b.d_bias.batch, b.d_bias.head, b.d_bias.row, b.d_bias.col};
+};
 
-  BiasGradientParams params = bias_params(given, keys, at);
-  params.sum_batch = sizes.batch != p.batch;
-  params.sum_heads = sizes.heads != p.heads;
-  const Kernel& kernel = get_kernel(bias_spec(p.dtype, depth, keys, row_sums), context.device.index);
-  for (const PatternHeads& set : heads_of(p)) {
-    const auto plan = device_plan(*set.thing, {shape.rows, shape.cols}, keys, context);
+/// Adds up what each set of heads gives, where `params` says.
+void launch_bias(const BackwardProblem& b, const BiasPlan& of, std::span<const PatternHeads> sets,
+                 BiasGradientParams params, Context& context) {
+  const Problem& p = b.forward;
+  const KernelShape shape = of.kernel.shape();
+  const Kernel& kernel = get_kernel(of.kernel.spec(), context.device.index);
+  params.sum_batch = of.sum_batch;
+  params.sum_heads = of.sum_heads;
+  params.splits = of.splits;
+  for (const PatternHeads& set : sets) {
+    const auto plan = device_plan(*set.thing, {shape.rows, shape.cols}, of.keys, context);
     const DeviceHeads heads(p, set, false, context);
     params.heads = heads.arg.heads;
     params.head_count = heads.arg.count;
     params.first_batch = heads.arg.first_batch;
     params.batch = heads.arg.batch;
     for (ComponentArg component : plan->components) {
-      const auto seen = p.padding.data != nullptr && !keys ? see(p, component, shape.cols, context) : nullptr;
+      const auto seen = p.padding.data != nullptr && !of.keys ? see(p, component, shape.cols, context) : nullptr;
       params.plan = component;
-      const std::int64_t grid = static_cast<std::int64_t>(component.row_tile_count) *
-                                (params.sum_batch ? 1 : params.batch) * (params.sum_heads ? 1 : params.head_count);
+      params.follow = component.col_order.extent[2] % 2 == 0 && component.col_order.stride[2] == 1;
+      const std::int64_t grid = static_cast<std::int64_t>(component.row_tile_count) * of.splits *
+                                (of.sum_batch ? 1 : params.batch) * (of.sum_heads ? 1 : params.head_count);
       if (grid > 0) {
         kernel.launch(grid, 32 * shape.warps, shape.shared_bytes, &params, context.stream);
       }
     }
   }
-  const CopyParams copy = copy_params(space.data(), at, out.data, out, made);
-  if (!both) {
-    run_copy(copy, DType::f32, b.d_bias.dtype, context);
-  } else {
-    get_kernel(sum_spec(b.d_bias.dtype), context.device.index)
-        .launch(made.batch * made.heads * made.cols, 256, 0, &copy, context.stream);
+}
+
+/// Sums over columns: of each split, then of all in their order.
+void add_up_rows(const Given& given, const BiasPlan& of, std::span<const PatternHeads> sets, Context& context) {
+  const BackwardProblem& b = given.problem;
+  const std::int64_t line = of.keys ? b.forward.cols : b.forward.rows, head = of.splits * line,
+                     batch = of.sizes.heads * head;
+  const std::size_t bytes = static_cast<std::size_t>(of.sizes.batch * batch) * 4;
+  const Workspace space(context, bytes);
+  driver::fill_zero(space.data(), bytes, context.stream);
+  BiasGradientParams params = bias_params(given, of.keys, {space.data(), batch, head, 1, 1});
+  params.out_split = line;
+  launch_bias(b, of, sets, params, context);
+  const bool both = of.one_row && of.one_col;
+  const std::int64_t count = both ? of.splits * line : of.splits, out = of.keys ? b.d_bias.col : b.d_bias.row;
+  const CopyParams sum{space.data(),
+                       b.d_bias.data,
+                       {of.sizes.batch, of.sizes.heads, count, both ? 1 : line},
+                       {batch, head, both ? 1 : line, 1},
+                       {b.d_bias.batch, b.d_bias.head, 0, both ? 0 : out},
+                       0.0f};
+  get_kernel(sum_spec(b.d_bias.dtype), context.device.index)
+      .launch(of.sizes.batch * of.sizes.heads * (both ? 1 : line), 256, 0, &sum, context.stream);
+}
+
+/// Each element's sum: straight to where it belongs if all heads have the same pattern, since then it is made once.
+void add_up_elements(const Given& given, const BiasPlan& of, std::span<const PatternHeads> sets, Context& context) {
+  const BackwardProblem& b = given.problem;
+  const Operand out{b.d_bias.data, b.d_bias.batch, b.d_bias.head, b.d_bias.row, b.d_bias.col};
+  const std::size_t count = static_cast<std::size_t>(of.sizes.batch * of.sizes.heads * of.sizes.rows * of.sizes.cols);
+  if (!of.kernel.simple && sets.size() == 1) {
+    if (is_contiguous(out, of.sizes)) {
+      driver::fill_zero(out.data, count * size_of(b.d_bias.dtype), context.stream);
+    } else {
+      fill(out, of.sizes, b.d_bias.dtype, 0.0f, context);
+    }
+    BiasGradientParams params = bias_params(given, false, out);
+    params.add = false;
+    params.out_type = bias_type(b.d_bias.dtype);
+    params.pairs = out.col == 1 && is_aligned(out.data, 2 * size_of(b.d_bias.dtype));
+    launch_bias(b, of, sets, params, context);
+    return;
   }
+  const Workspace space(context, count * 4);
+  driver::fill_zero(space.data(), count * 4, context.stream);
+  const Operand at = contiguous(space.data(), of.sizes, of.sizes.cols);
+  launch_bias(b, of, sets, bias_params(given, false, at), context);
+  run_copy(copy_params(space.data(), at, out.data, out, of.sizes), DType::f32, b.d_bias.dtype, context);
+}
+
+void add_up_bias(const Given& given, Context& context) {
+  const BiasPlan of(given.problem, context);
+  const std::vector<PatternHeads> sets = heads_of(given.problem.forward);
+  if (of.sizes.batch * of.sizes.heads * of.sizes.rows * of.sizes.cols == 0) {
+    return;
+  }
+  of.row_sums ? add_up_rows(given, of, sets, context) : add_up_elements(given, of, sets, context);
 }
 
 // ------------------------------------------------------------------------------------------------------ cost
 
 /// Of so many products with a head dim. Row tiles are not split: where there are fewer than SMs, one is waited for.
-/// Rates are flops in a µs of full attention on an H200, at a head dim of 128 and at 64 (docs/lab/attention.md). In
-/// fp32 no other kernels fit, and nothing was measured.
+/// Rates are flops in a µs of full attention on an H200, at a head dim of 128 and at 64 (docs/lab/attention.md), half
+/// as many at 32. In fp32 no other kernels fit, and nothing was measured.
 cost::Work cost(const KernelConfig& config, const Amount& all, int products, double at_128, double at_64,
                 const Context& context) {
   // From the plan to the first tile, and from the last product to memory. Taken from the Hopper kernels: steps of 128
   // keys beside those of a row tile, and µs beyond an empty kernel.
   constexpr double kTileSteps = 2, kExposed = 4.7, kStep = 128;
-  const double rate = config.simple() ? (config.tf32 ? 100e6 : 25e6) : config.depth <= 64 ? at_64 : at_128;
+  const double rate = config.simple()      ? (config.tf32 ? 100e6 : 25e6)
+                      : config.depth <= 32 ? at_64 / 2
+                      : config.depth <= 64 ? at_64
+                                           : at_128;
   const double ctas = driver::device_info(context.device.index).multiprocessors;
   const double key_us = 2.0 * 128 * products * config.depth / rate * cost::kMultiprocessors;
   const double even = (all.keys + kTileSteps * kStep * std::max(0.0, all.tiles - ctas)) / ctas;
@@ -500,9 +606,7 @@ ScoreArg score_arg(const Problem& p) {
   arg.bias_head = p.bias.head;
   arg.bias_row = p.bias.row;
   arg.bias_col = p.bias.col;
-  arg.bias_type = p.bias.dtype == DType::f16    ? BiasType::f16
-                  : p.bias.dtype == DType::bf16 ? BiasType::bf16
-                                                : BiasType::f32;
+  arg.bias_type = bias_type(p.bias.dtype);
   arg.slopes = static_cast<const float*>(p.slopes.data);
   arg.slope_stride = p.slopes.head;
   arg.distance = static_cast<int>(p.cols - p.rows);

@@ -182,4 +182,254 @@ __global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extra
   }
 }
 
+/// A step for one (batch, head) of those that a bias is summed over.
+struct BiasTurn {
+  Step step;
+  int batch, head;
+  bool last;  ///< of the step's
+};
+
+/// Two neighbours of a row of the bias's gradient: stored, or added to what is there in float.
+__device__ __forceinline__ void put_bias(const attention_op::BiasGradientParams& p, i64 at, const float (&x)[2],
+                                         const bool (&there)[2]) {
+  if (p.pairs && there[0] && there[1] && at % 2 == 0) {
+    if (p.out_type == BiasType::f32) {
+      *reinterpret_cast<float2*>(static_cast<float*>(p.out) + at) = float2{x[0], x[1]};
+    } else {
+      const u32 word = p.out_type == BiasType::f16 ? narrow_pair<f16>(x[0], x[1]) : narrow_pair<bf16>(x[0], x[1]);
+      *reinterpret_cast<u32*>(static_cast<u16*>(p.out) + at) = word;
+    }
+    return;
+  }
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const i64 to = at + e * p.out_col;
+    if (!there[e]) {
+      continue;
+    }
+    if (p.add) {
+      static_cast<float*>(p.out)[to] += x[e];
+    } else if (p.out_type == BiasType::f32) {
+      static_cast<float*>(p.out)[to] = x[e];
+    } else if (p.out_type == BiasType::f16) {
+      static_cast<f16*>(p.out)[to] = narrow<f16>(x[e]);
+    } else {
+      static_cast<bf16*>(p.out)[to] = narrow<bf16>(x[e]);
+    }
+  }
+}
+
+/// The gradient of the bias for the row tile of one (batch, head) of the bias, summed over those it is broadcast to.
+/// RowSums: over the tile's columns too. Extras: more than a bias is done to scores. `splits` CTAs for each (batch,
+/// head, row tile) take its steps in turn. Scores and dP are recomputed, sums stay in registers; the tiles of the next
+/// (batch, head) arrive meanwhile.
+template <typename T, int Depth, bool Keys, bool RowSums, bool Extras>
+__global__ void __launch_bounds__(32 * attention_op::bias_shape(Depth).warps)
+    attention_bias_gradient(const __grid_constant__ attention_op::BiasGradientParams p) {
+  constexpr auto kShape = attention_op::bias_shape(Depth);
+  constexpr int kRows = kShape.rows, kCols = kShape.cols, kThreads = 32 * kShape.warps;
+  constexpr int kLine = attention_op::line_bytes(Depth), kStage = 2 * (kRows + kCols) * kLine;
+  extern __shared__ __align__(1024) u8 memory[];
+  __shared__ Tables<kRows, kCols> tables;
+  __shared__ __align__(16) ScoreStats stats[2][Keys ? kCols : kRows];
+
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  const u32 tiles = static_cast<u32>(p.plan.row_tile_count), splits = static_cast<u32>(p.splits);
+  const u32 set = blockIdx.x / (tiles * splits), within = blockIdx.x - set * tiles * splits;
+  const int tile = p.plan.by_work[within / splits];
+  const u32 head_sets = p.sum_heads ? 1u : static_cast<u32>(p.head_count);
+  const int batch_set = p.first_batch + static_cast<int>(set / head_sets), head_set = static_cast<int>(set % head_sets);
+  const auto head_at = [&](int n) { return p.heads != nullptr ? p.heads[n] : n; };
+  const int batch_begin = p.sum_batch ? p.first_batch : batch_set, head_begin = p.sum_heads ? 0 : head_set;
+  const int batch_end = p.sum_batch ? p.first_batch + p.batch : batch_set + 1;
+  const int head_end = p.sum_heads ? p.head_count : head_set + 1;
+  const bool one = batch_end - batch_begin == 1 && head_end - head_begin == 1;  // rows are copied once
+  const i64 out = (p.sum_batch ? 0 : batch_set * p.out_batch) + (p.sum_heads ? 0 : head_at(head_set) * p.out_head);
+  tables.fill(p.plan, tile);
+  __syncthreads();
+
+  const shared_tile<kLine> rows{shared_address(memory)}, columns{rows.base + 2 * kRows * kLine};
+  const ColumnCopies<T, Depth, kCols, kThreads, kLine> first_copies(columns, p.depth),
+      second_copies(columns, p.value_depth);
+#pragma unroll
+  for (u32 stage = 0; stage < 2; ++stage) {
+    first_copies.clear(static_cast<const u8*>(p.first.data), stage * kStage);
+    second_copies.clear(static_cast<const u8*>(p.first.data), stage * kStage + kCols * kLine);
+  }
+  const auto row_seen = [&](int n, int batch) {
+    const int token = tables.token[n];
+    return token >= 0 && !is_padding(p.padding, batch, token) ? token : -1;
+  };
+  const auto ask = [&](const BiasTurn& turn, u32 stage, bool with_rows) {
+    const int key_head = turn.head / p.ratio, row_head = Keys ? key_head : turn.head;
+    const int col_head = Keys ? turn.head : key_head;
+    const u32 ahead = stage * kStage;
+    if (with_rows) {
+      const auto row_token = [&](int n) { return row_seen(n, turn.batch); };
+      const shared_tile<kLine> first{rows.base + ahead}, second{first.base + kRows * kLine};
+      copy_lines<T, Depth, kRows, kThreads, 4>(first, head_of<T>(p.first, turn.batch, row_head), p.first.row, p.depth,
+                                               row_token);
+      copy_lines<T, Depth, kRows, kThreads, 4>(second, head_of<T>(p.second, turn.batch, row_head), p.second.row,
+                                               p.value_depth, row_token);
+    }
+    first_copies.ask(turn.step, head_of<T>(p.other_first, turn.batch, col_head), p.other_first.row, tables.place,
+                     p.plan.used, ahead);
+    second_copies.ask(turn.step, head_of<T>(p.other_second, turn.batch, col_head), p.other_second.row, tables.place,
+                      p.plan.used, ahead + kCols * kLine);
+    const ScoreStats* const from = p.stats + (static_cast<i64>(turn.batch) * p.all + turn.head) * p.queries;
+    for (int n = thread; n < (Keys ? kCols : kRows); n += kThreads) {
+      int token = tables.token[Keys ? 0 : n];
+      if constexpr (Keys) {
+        const Place place = tables.place[n];
+        token = is_inside(turn.step.tile.inside, place.at) ? turn.step.tile.base + place.offset : -1;
+      }
+      copy_async_small<16>(shared_address(&stats[stage][n]), from + max(token, 0), token < 0 ? 0 : 16);
+    }
+  };
+
+  Walk<false> walk(p.plan, tile, 1, 0);
+  const auto skip_to = [&](u32 count) {  // the step after `count` others
+    Step step = walk.take();
+    for (; count > 0 && step.there(); --count) {
+      step = walk.take();
+    }
+    return step;
+  };
+  Step taken = skip_to(within % splits);
+  int batch = batch_begin, n = head_begin;
+  const auto take = [&] {
+    BiasTurn turn{taken, batch, 0, false};
+    if (!taken.there()) {
+      return turn;
+    }
+    turn.head = head_at(n);
+    walk.see_as(turn.step, batch);
+    if (++n == head_end) {
+      n = head_begin;
+      if (++batch == batch_end) {
+        batch = batch_begin;
+        turn.last = true;
+        taken = skip_to(splits - 1);
+      }
+    }
+    return turn;
+  };
+  BiasTurn now = take();
+  if (now.step.there()) {
+    ask(now, 0, true);
+  }
+  copy_async_commit();
+
+  const int warp_row = __shfl_sync(~0u, thread / 32, 0) * 16, own[2] = {warp_row + lane / 4, warp_row + 8 + lane / 4};
+  const int shift = lane % 4 * 2;
+  register_sums<1, RowSums ? 1 : kCols / 8> sum = {};
+  float totals[2] = {0.0f, 0.0f};
+  const auto row_at = fragments_across(rows, warp_row);
+  const auto along = fragments_along(columns);
+  u32 stage = 0;
+#pragma unroll 1
+  while (now.step.there()) {
+    const BiasTurn next = take();
+    copy_async_wait<0>();
+    __syncthreads();  // this stage is here, and the other is done with
+    if (next.step.there()) {
+      ask(next, stage ^ 1, !one);
+    }
+    copy_async_commit();
+    const u32 here = stage * kStage;
+    const Score<true> score(p.score, now.batch, now.head, p.all);
+    const int tokens[2] = {row_seen(own[0], now.batch), row_seen(own[1], now.batch)};
+    const auto col_of = [&](int at) { return now.step.tile.base + tables.place[at].offset; };
+    // Biases are asked for before the products: of pairs, or those of the rows where columns share them.
+    u32 pairs[Extras || RowSums ? 1 : kCols / 8][2] = {};
+    float of_row[2] = {0.0f, 0.0f};
+    const bool in_pairs = !Extras && !RowSums && p.bias_pairs && p.follow && now.step.tile.base % 2 == 0;
+    if constexpr (!Extras) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = max(tokens[half], 0);
+        if constexpr (RowSums) {
+          of_row[half] = score.bias(Keys ? 0 : row, Keys ? row : 0);
+        } else if (in_pairs) {
+          const u16* const line = static_cast<const u16*>(p.score.bias) + score.bias_at + row * p.score.bias_row;
+#pragma unroll
+          for (int j = 0; j < kCols / 8; ++j) {
+            const int col = min(col_of(8 * j + shift), p.keys - 2);  // beyond them nothing is added
+            pairs[j][half] = __ldg(reinterpret_cast<const u32*>(line + (col & ~1)));
+          }
+        }
+      }
+    }
+    register_sums<1, kCols / 8> s = {}, g = {};
+    multiply_lines<T, Depth, 1, kCols>(s, row_at + (one ? 0 : here), along + here);
+    multiply_lines<T, Depth, 1, kCols>(g, row_at + ((one ? 0 : here) + kRows * kLine), along + (here + kCols * kLine));
+    const MaskWords<1, kCols, true> there(p.plan, now.step, warp_row);
+    each_score(s, [&](int i, int half, int j, int e, float& x) {
+      const int row = tokens[half], at = 8 * j + shift + e;
+      const ScoreStats of = stats[stage][Keys ? at : own[half]];
+      float gradient = g.at[i][j][2 * half + e], share;
+      const bool is = row >= 0 && there(i, half, j, e);
+      if constexpr (Extras) {
+        const int col = col_of(at), query = Keys ? col : row, key = Keys ? row : col;
+        float slope;
+        share = is ? score.share(score.prepare(x, query, key, slope), of) : 0.0f;
+        gradient = is && score.keeps(query, key) ? gradient * p.score.kept : 0.0f;
+      } else {
+        const u32 pair = RowSums ? 0 : pairs[RowSums ? 0 : j][half];
+        const float bias = RowSums    ? of_row[half]
+                           : in_pairs ? (p.score.bias_type == BiasType::bf16
+                                             ? __uint_as_float(e == 0 ? pair << 16 : pair & 0xffff0000u)
+                                             : widen(f16{static_cast<u16>(e == 0 ? pair : pair >> 16)}))
+                           : is       ? score.bias(row, col_of(at))
+                                      : 0.0f;
+        share = score.share(x * p.score.scale + bias, of);
+      }
+      const float d = is ? share * (gradient - of.delta) : 0.0f;
+      if constexpr (RowSums) {
+        totals[half] += d;
+      } else {
+        sum.at[i][j][2 * half + e] += d;
+      }
+    });
+    if constexpr (!RowSums) {
+      if (now.last) {
+        now.step.tile.used = -1;  // what no batch element has is zero
+        const MaskWords<1, kCols, false> written(p.plan, now.step, warp_row);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = tables.token[own[half]];
+#pragma unroll
+          for (int j = 0; j < kCols / 8; ++j) {
+            const float pair[2] = {sum.at[0][j][2 * half], sum.at[0][j][2 * half + 1]};
+            const bool inside[2] = {row >= 0 && written(0, half, j, 0), row >= 0 && written(0, half, j, 1)};
+            const i64 at = out + row * p.out_row + col_of(8 * j + shift) * p.out_col;
+            if (p.follow) {
+              put_bias(p, at, pair, inside);
+            } else {
+              put_bias(p, at, pair, {inside[0], false});
+              put_bias(p, out + row * p.out_row + (col_of(8 * j + shift + 1) - 1) * p.out_col, pair,
+                       {false, inside[1]});
+            }
+            sum.at[0][j][2 * half] = sum.at[0][j][2 * half + 1] = 0.0f;
+          }
+        }
+      }
+    }
+    now = next;
+    stage ^= 1;
+  }
+  copy_async_wait<0>();
+  if constexpr (RowSums) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float all = reduce_lanes<4>(totals[half], take_sum{});
+      const int row = tables.token[own[half]];
+      if (lane % 4 == 0 && row >= 0) {
+        const i64 at = out + static_cast<i64>(within % splits) * p.out_split;
+        static_cast<float*>(p.out)[at + row * (Keys ? p.out_col : p.out_row)] += all;
+      }
+    }
+  }
+}
+
 }  // namespace fretwork

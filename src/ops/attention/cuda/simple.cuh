@@ -1,6 +1,6 @@
-// Attention and its gradients in fp32, exact on FFMA or in tf32 on the tensor cores; and the gradient of a bias for all
-// types, exact. A CTA of 16 × 16 threads owns a square tile: thread (y, x) has rows y + 16·i and columns x + 16·j of
-// the scores.
+// Attention and its gradients in fp32, exact on FFMA or in tf32 on the tensor cores; and the gradient of a bias, exact
+// (in 16-bit types where shared memory has no room for attention_bias_gradient). A CTA of 16 × 16 threads owns a square
+// tile: thread (y, x) has rows y + 16·i and columns x + 16·j of the scores.
 #pragma once
 
 #include "device/mma.cuh"
@@ -437,8 +437,8 @@ __global__ void __launch_bounds__(256, 2) bias_gradient(const __grid_constant__ 
   const int batch_begin = p.sum_batch ? p.first_batch : batch_set;
   const int batch_end = p.sum_batch ? p.first_batch + p.batch : batch_set + 1;
   const int head_begin = p.sum_heads ? 0 : head_set, head_end = p.sum_heads ? p.head_count : head_set + 1;
-  float* const out =
-      p.out + (p.sum_batch ? 0 : batch_set * p.out_batch) + (p.sum_heads ? 0 : head_at(head_set) * p.out_head);
+  float* const out = static_cast<float*>(p.out) + (p.sum_batch ? 0 : batch_set * p.out_batch) +
+                     (p.sum_heads ? 0 : head_at(head_set) * p.out_head);
   tables.fill(p.plan, tile);
   simple_scores<Depth> sum = {};
   Walk<false> walk(p.plan, tile, 1, 0);

@@ -230,10 +230,11 @@ Tile tile_of(const Problem& p, const Params& params, const Cut& cut, const Conte
 // ---------------------------------------------------------------------------------------------- costs
 
 /// Each turn of a CTA is a trip to L2, and longer the more registers a lane's loads fill; memory is read meanwhile.
-/// Batch last, a load of x uses a part of a sector.
+/// Batch last, a load of x uses a part of a sector. Results of eight δ out of more leave in parts of sectors, too.
 double plain_cost(const Problem& p, int multiprocessors) {
   constexpr double kMemory = 4.1e6, kL2 = 6.7e6, kL2Four = 7.4e6, kEight = 0.5;                 // bytes per µs, µs
   constexpr double kShortLines = 3.0, kShortLinesEight = 1.8, kFarApart = 3.0, kFarLast = 1.8;  // times the bytes
+  constexpr double kWrittenParts = 0.45e6, kWrittenEight = 1.5e6, kWrittenLast = 1.2e6;         // bytes per µs
   const auto& [a, b, c, d] = p.sizes;
   const Cut cut(p, multiprocessors);
   const auto& [v, few, more] = cut.config;
@@ -247,7 +248,10 @@ double plain_cost(const Problem& p, int multiprocessors) {
   const double scale = multiprocessors / cost::kMultiprocessors;
   const double far = d < 32 ? 1.0 : p.x.feature == 1 ? kFarApart : kFarLast;
   const double waves = std::ceil(double(cut.ctas(p.sizes)) / at_once);
-  return (eight ? kEight : 0.0) + std::max(trip * double(cut.turns) * waves, moved_bytes(p) / (kMemory * scale)) +
+  const double rate = p.y.feature != 1 ? kWrittenLast : d > 8 ? kWrittenParts : kWrittenEight;
+  const double written = eight || p.y.feature != 1 ? 2.0 * double(a * b * d * p.batch) / (rate * scale) : 0.0;
+  return (eight ? kEight : 0.0) +
+         std::max({trip * double(cut.turns) * waves, moved_bytes(p) / (kMemory * scale), written}) +
          read * far / ((v == 4 ? kL2Four : kL2) * scale);
 }
 

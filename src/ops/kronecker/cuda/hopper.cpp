@@ -331,12 +331,14 @@ double weights_cost(const Problem& p, double multiprocessors) {
 }
 
 double direct_cost(const Problem& p, int width, double multiprocessors) {
-  // Threads that copy unaligned lines need so many µs for a step of 128 rows, whatever else happens.
-  constexpr double kByThreads16 = 2.2, kByThreadsTf32 = 1.3;
+  // Threads that copy unaligned lines need so many µs for a step of 128 rows, whatever else happens, and for 64 columns
+  // of results.
+  constexpr double kByThreads16 = 1.1, kByThreadsTf32 = 1.3, kStored16 = 1.7;
   const auto layout = layout_of(p);
   cost::Rates rates = rates_of(p.dtype);
   if (layout->by_threads && !layout->neighbours()) {
     rates.step = p.dtype == DType::f32 ? kByThreadsTf32 : kByThreads16;
+    rates.start += p.dtype == DType::f32 ? 0 : kStored16 * width / 64;
   }
   return cost::microseconds(tiles_of(p.sizes, layout->row_tiles(p.batch), width, p.dtype, multiprocessors), rates,
                             moved_bytes(p), multiprocessors) +

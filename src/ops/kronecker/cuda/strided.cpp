@@ -368,7 +368,7 @@ double alone_cost(const Problem& p, const Plan& plan, int products, double multi
 double clusters_cost(const Problem& p, const ClusterPlan& plan, double multiprocessors) {
   // Whole lines, or pieces of 32 bytes that eight CTAs share: then arithmetic waits for the copies.
   constexpr cost::Rates kLines = {0.0, 8.8e6, 6.8e6, 0.0, 4.0e6}, kSectors = {1.4, 2e7, 0.89e6};
-  constexpr double kPack = 4.6, kPackRate = 1.76e6;
+  constexpr double kPack = 4.0, kPackRate = 2.1e6;
   const Sizes& s = p.sizes;
   const ClusterTile& tile = plan.tile;
   const int size = plan.rows * plan.columns;

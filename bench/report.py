@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -435,8 +436,8 @@ def sweep_section(machine: str, sweep: Row) -> list[str]:
     behind = 0.95 if "NVIDIA" in sweep["device"] else 0.9
     rows, seeds = sweep["rows"], sorted({r["seed"] for r in sweep["rows"]})
     threads = len({r["threads"] for r in rows}) > 1
-    told = f"seeds {', '.join(map(str, seeds))}. {sweep.get('note', '')}".rstrip()
-    lines = [f"## {sweep['device']}", "", f"torch {sweep['torch']}, {sweep['date']}, {told}", "",
+    told = f"torch {sweep['torch']}, {sweep['date']}, seeds {', '.join(map(str, seeds))}. {sweep.get('note', '')}"
+    lines = [f"## {sweep['device']}", "", *textwrap.wrap(told.rstrip(), 120), "",
              f"![ratios by family and rows](sweep-{machine}.svg)", ""]  # fmt: skip
     lines += sweep_table("family", sweep_families(rows, threads), behind)
     for name, of in sweep_families(rows).items():

@@ -470,7 +470,7 @@ def readme_sweep(path: Path) -> list[str]:
     if not path.exists():
         return []
     sweep = json.loads(path.read_text())
-    head = f"On {len(sweep['rows']):,} [random problems](docs/sweeps.md) on an H200, against the best of torch's ways:"
+    head = f"On {len(sweep['rows']):,} [random draws](docs/sweeps.md) on an H200, against the best of torch's ways:"
     return ["", head, "", *sweep_table("", sweep_families(sweep["rows"]), 0.95)[:-1]]
 
 

@@ -258,11 +258,7 @@ def plan(
     >>> print(fw.kronecker.plan(fw.kronecker.monarch(1024, 1024, 32, 32), "sm_90a"))
     0+1: fused, 16 rows
     """
-    chain = kronecker_patterns("plan", patterns)
-    if not chain:
-        raise ValueError("plan: patterns: expected at least one, got none")
-    if not isinstance(arch, str):
-        raise TypeError(f"plan: arch: expected a str, got {type(arch).__name__}")
+    chain = _chain_on("plan", patterns, arch)
     room = ctypes.create_string_buffer(64 * len(chain) + 1)
     name = str(dtype).removeprefix("torch.").encode()
     status = core().fretwork_kronecker_plan(
@@ -280,25 +276,49 @@ def plan(
     return room.value.decode()
 
 
-@functools.lru_cache(maxsize=4096)
-def dense_wins(patterns: tuple[KroneckerPattern, ...], arch: str, dtype: torch.dtype, bs_last: bool, rows: int) -> bool:
-    """Whether a product with the dense matrix of the chain is expected to take clearly less time than `ksmm_chain`.
+def dense_wins(
+    patterns: Sequence[KroneckerPattern],
+    arch: str = "cpu",
+    dtype: torch.dtype = torch.float16,
+    bs_last: bool = False,
+    batch: int = 0,
+) -> bool:
+    """Whether a product with the dense matrix of a chain is expected to take clearly less time than `ksmm_chain`.
 
-    By the cost model that chooses kernels; False where it knows nothing: on a CPU, of fp32 and of float64.
+    By the cost model that chooses kernels; False where it knows nothing: on a CPU, of fp32 and of float64, and for no
+    rows. Arguments as of `plan`.
 
-    >>> import torch, fretwork as fw
-    >>> fw.kronecker.dense_wins((fw.KroneckerPattern(1, 768, 1024, 3),), "sm_90a", torch.float16, False, 1000)
+    >>> import fretwork as fw
+    >>> fw.kronecker.dense_wins([fw.KroneckerPattern(1, 768, 1024, 3)], "sm_90a", batch=1000)
     True
-    >>> fw.kronecker.dense_wins((fw.KroneckerPattern(64, 64, 64, 1),), "sm_90a", torch.float16, False, 1000)
+    >>> fw.kronecker.dense_wins(fw.kronecker.monarch(4096, 4096, 64, 64), "sm_90a", batch=1000)
     False
     """
-    name = str(dtype).removeprefix("torch.").encode()
-    wins = core().fretwork_kronecker_dense_wins(
-        _sizes(patterns), len(patterns), arch.encode(), name, flag("dense_wins", "bs_last", bs_last), rows
+    chain = tuple(_chain_on("dense_wins", patterns, arch))
+    return expects_dense(
+        chain, arch, dtype, flag("dense_wins", "bs_last", bs_last), whole_number("dense_wins", "batch", batch)
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def expects_dense(
+    chain: tuple[KroneckerPattern, ...], arch: str, dtype: torch.dtype, bs_last: bool, batch: int
+) -> bool:
+    """`dense_wins` of arguments that are right, remembered."""
+    name = str(dtype).removeprefix("torch.").encode()
+    wins = core().fretwork_kronecker_dense_wins(_sizes(chain), len(chain), arch.encode(), name, bs_last, batch)
     if wins < 0:
         raise ValueError(last_error())
     return wins == 1
+
+
+def _chain_on(op: str, patterns: Sequence[KroneckerPattern], arch: str) -> list[KroneckerPattern]:
+    chain = kronecker_patterns(op, patterns)
+    if not chain:
+        raise ValueError(f"{op}: patterns: expected at least one, got none")
+    if not isinstance(arch, str):
+        raise TypeError(f"{op}: arch: expected a str, got {type(arch).__name__}")
+    return chain
 
 
 def _sizes(patterns: Sequence[KroneckerPattern]) -> ctypes.Array[ctypes.c_int64]:

@@ -80,7 +80,7 @@ inline double pass(double start, double bytes, double rate, double multiprocesso
 }
 
 /// µs of cuBLAS's product of dense 16-bit matrices, m × k by k × n: the best of its usual tiles and splits of k. Fitted
-/// to 4,711 products of random layers (`dense` in bench/results/h200/sweep.json): 11% off in the mean.
+/// to 4,711 products of random layers, such as `dense` in bench/results/h200/sweep.json: 11% off in the mean.
 inline double dense_product(double m, double n, double k, double multiprocessors) {
   constexpr double kStart = 1.4;       // of a tile before its first product and after its last
   constexpr double kStep = 0.31;       // of 128 × 128 results and 64 of k

@@ -46,7 +46,7 @@ def half_types(device):
 
 
 def dims_of(device):
-    return [(16, 24)] if device.type == "cpu" else [(128, 128), (64, 64), (72, 40)]
+    return [(16, 24)] if device.type == "cpu" else [(128, 128), (64, 64), (72, 40), (16, 24)]
 
 
 @pytest.mark.parametrize("name", ALIGNED)

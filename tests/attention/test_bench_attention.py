@@ -4,6 +4,7 @@ import json
 import sys
 
 import compare_attention as compare
+import patterns_page
 import pytest
 import torch
 
@@ -100,30 +101,28 @@ def test_plans_of_the_program():
 
 
 def test_the_gallery_says_what_was_measured(tmp_path, monkeypatch):
-    page = pytest.importorskip("patterns_page")
     row = {"part": "pattern", "call": "strided", "text": "strided(16384,128)", "pattern": "strided", "arch": "auto",
            "dtype": "bfloat16", "seq": 16384, "depth": 128, "heads": 16, "density": 0.01, "pass": "forward",
            "ms": {"ours": 0.2, "flex": 3.8}}  # fmt: skip
     backward, later = {**row, "pass": "backward", "ms": {"ours": 0.7}}, {**row, "ms": {"ours": 9.0}}
     file = tmp_path / "attention.json"
     file.write_text(json.dumps([row, backward, later, {**row, "depth": 64, "call": "full"}]))
-    monkeypatch.setattr(page, "RESULTS", file)
-    entry = {entry.name: entry for entry in page.ENTRIES}
-    said = page.speed(entry["strided"], page.measured())
+    monkeypatch.setattr(patterns_page, "RESULTS", file)
+    entry = {entry.name: entry for entry in patterns_page.ENTRIES}
+    said = patterns_page.speed(entry["strided"], patterns_page.measured())
     assert "`strided(16384, 128)` has 1.17 % of all pairs." in said
     assert "strided(16384,128) of 1 %, 16 heads, S = 16,384, D = 128, bfloat16: forward 0.2 ms (flex 3.8), back" in said
-    assert said.count("ms") == 2 and "H200" not in page.speed(entry["full"], page.measured())
-    assert page.speed(entry["from_mask"], page.measured()) == ""
+    assert said.count("ms") == 2 and "H200" not in patterns_page.speed(entry["full"], patterns_page.measured())
+    assert patterns_page.speed(entry["from_mask"], patterns_page.measured()) == ""
 
 
 def test_the_gallery_shows_the_calls_that_are_measured(monkeypatch):
-    page = pytest.importorskip("patterns_page")
     first = {}
     for name, (make, _) in cases.cases(16384, torch.device("cpu"), cases.GPU).items():
         if name != "mask":  # which takes a second
             pattern = make()
             first.setdefault(pattern.text.split("(")[0], pattern)
-    calls = [entry for entry in page.ENTRIES if not entry.example.startswith(" ")]
+    calls = [entry for entry in patterns_page.ENTRIES if not entry.example.startswith(" ")]
     assert len(calls) == 24
     for entry in calls:
-        assert page.made(entry.example) == first[entry.name], entry.name
+        assert patterns_page.made(entry.example) == first[entry.name], entry.name

@@ -259,22 +259,25 @@ def test_dense_wins_where_the_rows_say_so():
     """Of one block with three offsets dense was clearly faster when measured, of Monarch's factors clearly slower."""
 
     def wins(patterns, rows, arch="sm_90a", dtype=torch.float16):
-        chain = tuple(fw.KroneckerPattern(*p) for p in patterns)
-        return fw.kronecker.dense_wins(chain, arch, dtype, False, rows)
+        return fw.kronecker.dense_wins([fw.KroneckerPattern(*p) for p in patterns], arch, dtype, batch=rows)
 
     assert wins([(1, 768, 1024, 3)], 1000) and wins([(1, 1024, 1024, 3)], 384, dtype=torch.bfloat16)
     assert not wins([(64, 64, 64, 1)], 4096) and not wins([(64, 64, 64, 1), (1, 64, 64, 64)], 4096)
     assert not wins([(1, 768, 1024, 3)], 1000, arch="cpu") and not wins([(1, 768, 1024, 3)], 1000, dtype=torch.float32)
     assert not wins([(1, 768, 1024, 3)], 0)
-    with pytest.raises(ValueError, match=r"^plan: arch: expected cpu, a GPU .*, got tpu"):
+    with pytest.raises(ValueError, match=r"^dense_wins: arch: expected cpu, a GPU .*, got tpu"):
         wins([(1, 4, 4, 1)], 5, arch="tpu")
+    with pytest.raises(TypeError, match=r"^dense_wins: arch: expected a str, got int"):
+        wins([(1, 4, 4, 1)], 5, arch=90)
+    with pytest.raises(ValueError, match=r"^dense_wins: patterns: expected at least one, got none"):
+        wins([], 5)
 
 
 @pytest.fixture
 def dense_always_wins(monkeypatch, device):
     if device.type != "cuda":
-        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-    monkeypatch.setattr("fretwork.nn.ks_linear.dense_wins", lambda *_: True)
+        monkeypatch.setattr("fretwork.nn.ks_linear.may_keep_dense", lambda _: True)
+    monkeypatch.setattr("fretwork.nn.ks_linear.expects_dense", lambda *_: True)
 
 
 @pytest.mark.parametrize("bs_last", [False, True], ids=["first", "last"])
@@ -290,12 +293,12 @@ def test_cached_dense_matrix(bs_last, device):
     assert layer(x).requires_grad and layer._dense is None  # gradients of the weights are recorded
     with torch.no_grad():
         torch.testing.assert_close(layer(x), plain(x))
-        kept = layer._dense[1]
+        kept = layer._dense.matrix
         layer(x)
-        assert layer._dense[1] is kept
+        assert layer._dense.matrix is kept
         layer.weights[0].mul_(2)
         torch.testing.assert_close(layer(x), plain(x))  # which has the same parameter
-        assert layer._dense[1] is not kept
+        assert layer._dense.matrix is not kept
         assert copy.deepcopy(layer)._dense is None and layer.double()._dense is None
         torch.testing.assert_close(layer(x.double()), plain.double()(x.double()))
         layer.train()
@@ -305,6 +308,12 @@ def test_cached_dense_matrix(bs_last, device):
     got, want = (torch.autograd.grad(one(x).square().sum(), x)[0] for one in (layer, plain))
     torch.testing.assert_close(got, want)
     assert layer._dense is not None
+    with torch.inference_mode():
+        layer.eval()(x.detach())
+    torch.testing.assert_close(torch.autograd.grad(layer(x).square().sum(), x)[0], want)  # as any matrix, later
+    layer.weights = torch.nn.ParameterList(w.detach() * 3 for w in layer.weights)  # others, in the same state
+    bias = layer.bias[:, None] if bs_last else layer.bias
+    torch.testing.assert_close(layer.requires_grad_(False)(x), plain(x) * 9 - bias * 8)
 
 
 def test_cached_dense_matrix_is_for_our_kernels():

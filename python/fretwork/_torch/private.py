@@ -78,6 +78,12 @@ def listed(parameters: nn.ParameterList) -> list[Tensor]:
     return list(own.values()) if len(own) == len(parameters) else list(parameters)  # type: ignore[arg-type]
 
 
+def state_of(tensor: Tensor) -> tuple[int, int]:
+    """Where its data is, and a count of its in-place changes, for which torch has no public name. Not of inference
+    tensors, which count none."""
+    return tensor.data_ptr(), tensor._version
+
+
 class _HooksWithOneIdle(OrderedDict[int, Any]):
     """A module's hooks, false as long as there is only the one that does nothing: then torch skips its code for hooks,
     and `len` still counts it."""

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,15 +13,29 @@ from fretwork._checks import flag
 from fretwork._torch.arguments import FLOATING, autocasts, check_tensor, torch_precision
 from fretwork._torch.differentiable import called_plainly
 from fretwork._torch.kronecker import ksmm_chain_plainly
-from fretwork._torch.private import held, listed
+from fretwork._torch.private import held, listed, state_of
 from fretwork._torch.torch_baselines import BASELINES
-from fretwork.kronecker import ALGOS, OURS, dense_wins, ksmm_chain, plan, project, to_dense
+from fretwork.kronecker import ALGOS, OURS, expects_dense, ksmm_chain, plan, project, to_dense
 from fretwork.nn._structure import Structured
 from fretwork.nn.hooks import always_called
 from fretwork.patterns import KroneckerPattern
 from fretwork.patterns.kronecker import kronecker_patterns
 
 Patterns = Iterable[KroneckerPattern | Sequence[int]]
+
+
+class _Dense(NamedTuple):
+    """The dense matrix of these weights in these states, made on this stream."""
+
+    weights: list[Tensor]
+    states: list[tuple[int, int]]
+    matrix: Tensor
+    stream: torch.cuda.Stream | None
+
+
+def may_keep_dense(weight: Tensor) -> bool:
+    """On a GPU whose current stream records no graph, which must not depend on a matrix that the layer may drop."""
+    return weight.is_cuda and not torch.cuda.is_current_stream_capturing()
 
 
 class KSLinear(Structured):
@@ -34,8 +48,9 @@ class KSLinear(Structured):
 
     With `cache_dense` the layer keeps its dense matrix at inference and multiplies with it where the cost model expects
     that to be clearly faster (`fw.kronecker.dense_wins`): 16-bit layers on a GPU, in `eval()` mode, where no gradient
-    of the weights is recorded. The matrix takes out · in elements. `train()`, `eval()`, moving the layer and in-place
-    changes of its weights drop it; a change through `weight.data` is not seen before one of these.
+    of the weights is recorded, and not while a CUDA graph is captured. The matrix takes out · in elements. `train()`,
+    `eval()`, moving the layer and in-place changes of its weights drop it; a change through `weight.data` is not seen
+    before one of these.
 
     >>> import torch, fretwork as fw
     >>> layer = fw.nn.KSLinear([(6, 4, 5, 1), (1, 8, 6, 4)])
@@ -75,7 +90,7 @@ class KSLinear(Structured):
         self.cache_dense = flag("KSLinear", "cache_dense", cache_dense)
         if self.cache_dense and algo not in OURS:
             raise ValueError(f"KSLinear: cache_dense: expected False with the algo {algo}, got True")
-        self._dense: tuple[list[tuple[int, int]], Tensor] | None = None
+        self._dense: _Dense | None = None
         if weights is None:
             shapes = [p.weight_shape for p in self.patterns]
             self.weights = nn.ParameterList(torch.empty(shape, device=device, dtype=dtype) for shape in shapes)
@@ -180,24 +195,33 @@ class KSLinear(Structured):
 
     def _dense_wins(self, x: Tensor, weights: list[Tensor]) -> bool:
         first = weights[0]
-        if self.training or not first.is_cuda or x.device != first.device or x.dtype is not first.dtype:
+        if self.training or not may_keep_dense(first) or x.device != first.device or x.dtype is not first.dtype:
             return False
         if x.shape[0 if self.bs_last else -1] != self.in_features or any(w.is_inference() for w in weights):
             return False  # inference tensors count no changes
         if torch.is_grad_enabled() and any(w.requires_grad for w in weights):
             return False
         rows = x.numel() // self.in_features if self.in_features else 0
-        return dense_wins(tuple(self.patterns), f"cuda:{first.device.index}", first.dtype, self.bs_last, rows)
+        return expects_dense(tuple(self.patterns), f"cuda:{first.device.index}", first.dtype, self.bs_last, rows)
 
     def _dense_product(self, x: Tensor, weights: list[Tensor], bias: Tensor | None) -> Tensor:
-        state = [(w.data_ptr(), w._version) for w in weights]
-        if self._dense is None or self._dense[0] != state:
-            with torch.no_grad():
-                self._dense = state, self.to_dense()
-        dense = self._dense[1]
+        dense = self._cached(weights)
         if not self.bs_last:
             return F.linear(x, dense, bias)
         return dense @ x if bias is None else torch.addmm(bias[:, None], dense, x)
+
+    def _cached(self, weights: list[Tensor]) -> Tensor:
+        kept, stream = self._dense, torch.cuda.current_stream(weights[0].device) if weights[0].is_cuda else None
+        states = [state_of(w) for w in weights]
+        if kept is None or kept.states != states or any(a is not b for a, b in zip(kept.weights, weights, strict=True)):
+            with torch.inference_mode(False), torch.no_grad():
+                kept = _Dense(weights, states, self.to_dense(), stream)
+            if stream is not None:
+                stream.synchronize()  # once, so that other streams may read it
+            self._dense = kept
+        if stream is not None and stream != kept.stream:
+            kept.matrix.record_stream(stream)
+        return kept.matrix
 
     def train(self, mode: bool = True) -> "KSLinear":
         self._dense = None

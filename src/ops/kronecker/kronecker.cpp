@@ -228,15 +228,15 @@ int number_at(const std::string& text, std::size_t from) {
 }
 
 /// "cuda:1" as the architecture that this GPU's kernels are chosen by.
-std::string named_arch(const std::string& arch) {
+std::string named_arch(const char* op, const std::string& arch) {
   if (arch.starts_with("cuda:") && number_at(arch, 5) >= 0) {
     return fretwork::cuda::kernel_arch(number_at(arch, 5));
   }
   if (arch.starts_with("sm_") && number_at(arch, 3) >= 0 && number_at(arch, 3) < kLeastArch) {
-    throw Error("plan", "arch", "sm_75 or later, as NVRTC 13 compiles for no older GPU", arch);
+    throw Error(op, "arch", "sm_75 or later, as NVRTC 13 compiles for no older GPU", arch);
   }
   if (arch != "cpu" && !(arch.starts_with("sm_") && number_at(arch, 3) >= 0)) {
-    throw Error("plan", "arch", "cpu, a GPU such as cuda:0, or an architecture such as sm_90a", arch);
+    throw Error(op, "arch", "cpu, a GPU such as cuda:0, or an architecture such as sm_90a", arch);
   }
   return arch;
 }
@@ -276,12 +276,12 @@ std::vector<Problem> contiguous(std::span<const KroneckerPtr> patterns, std::int
   return factors;
 }
 
-void check_chain(std::span<const KroneckerPtr> patterns) {
+void check_chain(const char* op, std::span<const KroneckerPtr> patterns) {
   for (std::size_t n = 0; n < patterns.size(); ++n) {
     const std::string name = "patterns[" + std::to_string(n) + "]";
-    const std::int64_t cols = check_pattern("plan", name.c_str(), patterns[n]).cols();
+    const std::int64_t cols = check_pattern(op, name.c_str(), patterns[n]).cols();
     if (n > 0 && patterns[n - 1]->rows() != cols) {
-      throw Error("plan", name, std::to_string(patterns[n - 1]->rows()) + " in features (a·c·d), as come before it",
+      throw Error(op, name, std::to_string(patterns[n - 1]->rows()) + " in features (a·c·d), as come before it",
                   std::to_string(cols));
     }
   }
@@ -292,14 +292,14 @@ void check_chain(std::span<const KroneckerPtr> patterns) {
 std::vector<std::string> plan(std::span<const KroneckerPtr> patterns, const std::string& arch, DType dtype, bool last,
                               std::int64_t batch) {
   constexpr std::int64_t kMany = 4096;
-  check_chain(patterns);
+  check_chain("plan", patterns);
   if (!is_floating(dtype)) {
     throw Error("plan", "dtype", "float64, float32, float16 or bfloat16", name_of(dtype));
   }
   if (batch < 0) {
     throw Error("plan", "batch", "at least 0", std::to_string(batch));
   }
-  const std::string named = named_arch(arch);
+  const std::string named = named_arch("plan", arch);
   const auto machine = named == "cpu" ? std::nullopt : std::optional(typical_machine(named));
   const std::vector<Problem> factors = contiguous(patterns, batch > 0 ? batch : kMany, dtype, last);
   std::vector<std::string> lines;
@@ -324,8 +324,8 @@ bool dense_wins(std::span<const KroneckerPtr> patterns, const std::string& arch,
   constexpr double kMargin = 1.1;
   // A fused pair of factors is bound by memory: 4096 features took 1.25 times a copy of x.
   constexpr double kFused = 1.25;
-  check_chain(patterns);
-  const std::string named = named_arch(arch);
+  check_chain("dense_wins", patterns);
+  const std::string named = named_arch("dense_wins", arch);
   if (named == "cpu" || size_of(dtype) != 2 || batch <= 0 || patterns.empty()) {
     return false;  // nothing is known there
   }

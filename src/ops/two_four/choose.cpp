@@ -68,12 +68,6 @@ double TileCost::microseconds(const Problem& p, const Config& config, const Mach
          (config.pair > 1 ? pair : 0.0) + (memory * sparse_bytes(p) / kMegabyte + l2 * fetched) * scale;
 }
 
-Config choose(const KernelFamily& family, const Problem& problem, const Machine& machine) {
-  Candidates list;
-  family.list(problem, machine, list);
-  return cheapest<Config>(list.all()).config;
-}
-
 Config choose(const Problem& problem, const Machine& machine) {
   Candidates list;
   for (const KernelFamily* family : kFamilies) {
@@ -167,10 +161,14 @@ void cuda::run(const Problem& problem, Context& context) {
 bool cuda::run(const Problem& problem, const KernelFamily& family, Context& context) {
   const driver::DeviceScope scope(context.device.index);
   const Machine machine = Machine::of(context);
-  if (!family.fits(problem, machine)) {
+  Candidates list;
+  if (family.fits(problem, machine)) {
+    family.list(problem, machine, list);
+  }
+  if (list.all().empty()) {
     return false;
   }
-  launch(problem, choose(family, problem, machine), machine, context);
+  launch(problem, cheapest<Config>(list.all()).config, machine, context);
   return true;
 }
 

@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -53,7 +53,12 @@ class Candidates {
  public:
   static constexpr std::size_t kMost = 256;
   Candidates() {}  // NOLINT: elements come to life in add
-  void add(const Config& config, double microseconds) { std::construct_at(&all_[count_++], config, microseconds); }
+  void add(const Config& config, double microseconds) {
+    if (count_ == kMost) {
+      throw std::length_error("two_four::Candidates: more configurations than places");
+    }
+    std::construct_at(&all_[count_++], config, microseconds);
+  }
   std::span<Candidate> all() { return {all_, count_}; }
 
  private:
@@ -93,8 +98,6 @@ struct KernelFamily {
 };
 extern const KernelFamily kSmallNRegisters, kSmallNTma, kSmallNCpAsync, kTmaGemm, kPortable, kGeneric;
 
-/// The cheapest configuration of a family that fits.
-Config choose(const KernelFamily& family, const Problem& problem, const Machine& machine);
 /// The configuration that a call takes.
 Config choose(const Problem& problem, const Machine& machine);
 /// Every configuration of every family that fits, cheapest first.

@@ -551,7 +551,7 @@ struct Forward {
           if constexpr (K::kTiles) {
             shared.bias[warpgroup].wait(biases);
             scores.take(bias + warpgroup * S::kBiasTile);
-            fence_async_proxy();  // without it, the release overtakes the loads
+            fence_async_proxy();  // ldmatrix may be under way when the barrier is signalled; this waits for it
             shared.bias[warpgroup].release(0);
             biases.next();
           }

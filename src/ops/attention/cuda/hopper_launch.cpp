@@ -57,8 +57,8 @@ KernelSpec five_product_instance(DType dtype, const Columns& columns, Pass pass,
              : instance("backward_five_product", "finish_five_product", dtype, ", " + std::to_string(columns.most()));
 }
 
-/// Options that the list has: a bias of the operands' type, ALiBi, softcap, dropout. There are 27 others, compiled as
-/// they are asked for.
+/// Options that the list has: a bias of the operands' type, ALiBi, softcap, dropout. All others are compiled as they
+/// are asked for.
 std::vector<unsigned> listed_scores(DType dtype) { return {dtype == DType::f16 ? 2u : 3u, kAlibi, kSoftcap, kDropout}; }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {

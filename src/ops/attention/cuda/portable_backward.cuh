@@ -354,7 +354,7 @@ __global__ void __launch_bounds__(32 * attention_op::bias_shape(Depth).warps)
           const u16* const line = static_cast<const u16*>(p.score.bias) + score.bias_at + row * p.score.bias_row;
 #pragma unroll
           for (int j = 0; j < kCols / 8; ++j) {
-            const int col = min(col_of(8 * j + shift), p.keys - 2);  // beyond them nothing is added
+            const int col = max(0, min(col_of(8 * j + shift), p.keys - 2));  // outside of them nothing is added
             pairs[j][half] = __ldg(reinterpret_cast<const u32*>(line + (col & ~1)));
           }
         }

@@ -120,8 +120,8 @@ struct Params {
 
 namespace small_n_tma {
 
-/// A CTA has 64 rows for each of its warpgroups, 1 or 2, and one more warp that fetches; and up to 16, 32, 64, 96 or
-/// 128 columns.
+/// A CTA has 64 rows for each of its warpgroups, 1 or 2, and one more warp that fetches; and up to 16, 32, 64, 96,
+/// 128 or 192 columns.
 constexpr int rows(int groups) { return 64 * groups; }
 constexpr int threads(int groups) { return 128 * groups + 32; }
 

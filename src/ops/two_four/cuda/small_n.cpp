@@ -1,5 +1,5 @@
-// Host side of the kernels for few columns. small_n_registers: few columns and small weights on Hopper.
-// small_n_tma: whole tiles on Hopper. small_n_cp_async: from sm_80 on.
+// Host side of the low-latency kernels. small_n_registers: few columns and small weights on Hopper. small_n_tma: up to
+// 4096 columns on Hopper. small_n_cp_async: few columns, from sm_80 on.
 #include <algorithm>
 #include <array>
 #include <bit>

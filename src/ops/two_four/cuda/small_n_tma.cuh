@@ -1,5 +1,5 @@
-// small_n_tma: 2:4 products of 16-bit types on Hopper, b along k and the result along m, in whole tiles of rows and up
-// to 128 columns. Latency dominates: the first loads are issued early, and sums go straight from registers to the CTA
+// small_n_tma: 2:4 products of 16-bit types on Hopper, b along k and the result along m, in tiles of whole rows and up
+// to 192 columns. Latency dominates: the first loads are issued early, and sums go straight from registers to the CTA
 // that stores them.
 #pragma once
 

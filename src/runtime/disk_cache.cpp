@@ -245,7 +245,7 @@ struct Entry {
   timespec used;
 };
 
-/// Kernels in the folder; `temporary` gets the names of unfinished writes older than `age` seconds.
+/// Kernels in the folder; `temporary` gets the names of unfinished writes older than `age` seconds, or of all for 0.
 std::vector<Entry> list(int folder, std::int64_t age, std::vector<std::string>& temporary) {
   std::vector<Entry> kernels;
   const int again = openat(folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -263,7 +263,7 @@ std::vector<Entry> list(int folder, std::int64_t age, std::vector<std::string>& 
     }
     if (!unfinished) {
       kernels.push_back({name, static_cast<std::uint64_t>(status.st_size), status.st_mtim});
-    } else if (std::time(nullptr) - status.st_mtim.tv_sec >= age) {
+    } else if (age == 0 || std::time(nullptr) - status.st_mtim.tv_sec >= age) {
       temporary.push_back(name);
     }
   }

@@ -68,25 +68,27 @@ double TileCost::microseconds(const Problem& p, const Config& config, const Mach
          (config.pair > 1 ? pair : 0.0) + (memory * sparse_bytes(p) / kMegabyte + l2 * fetched) * scale;
 }
 
-Config choose(const Problem& problem, const Machine& machine) {
-  Candidates list;
+namespace {
+
+/// In the order of the families, by which `cheapest` decides between equal costs.
+std::vector<Candidate> listed(const Problem& problem, const Machine& machine) {
+  std::vector<Candidate> list;
   for (const KernelFamily* family : kFamilies) {
     if (family->fits(problem, machine)) {
       family->list(problem, machine, list);
     }
   }
-  return cheapest<Config>(list.all()).config;
+  return list;
+}
+
+}  // namespace
+
+Config choose(const Problem& problem, const Machine& machine) {
+  return cheapest<Config>(listed(problem, machine)).config;
 }
 
 std::vector<Candidate> candidates(const Problem& problem, const Machine& machine) {
-  std::vector<Candidate> found;
-  for (const KernelFamily* family : kFamilies) {
-    if (family->fits(problem, machine)) {
-      Candidates list;
-      family->list(problem, machine, list);
-      found.insert(found.end(), list.all().begin(), list.all().end());
-    }
-  }
+  std::vector<Candidate> found = listed(problem, machine);
   std::ranges::stable_sort(found, {}, &Candidate::microseconds);
   return found;
 }
@@ -161,14 +163,14 @@ void cuda::run(const Problem& problem, Context& context) {
 bool cuda::run(const Problem& problem, const KernelFamily& family, Context& context) {
   const driver::DeviceScope scope(context.device.index);
   const Machine machine = Machine::of(context);
-  Candidates list;
+  std::vector<Candidate> list;
   if (family.fits(problem, machine)) {
     family.list(problem, machine, list);
   }
-  if (list.all().empty()) {
+  if (list.empty()) {
     return false;
   }
-  launch(problem, cheapest<Config>(list.all()).config, machine, context);
+  launch(problem, cheapest<Config>(list).config, machine, context);
   return true;
 }
 
@@ -178,9 +180,9 @@ bool cuda::run(const Problem& problem, const Config& config, Context& context) {
   if (!config.family->fits(problem, machine)) {
     return false;
   }
-  Candidates list;
+  std::vector<Candidate> list;
   config.family->list(problem, machine, list);
-  if (std::ranges::find(list.all(), config, &Candidate::config) == list.all().end()) {
+  if (std::ranges::find(list, config, &Candidate::config) == list.end()) {
     return false;
   }
   launch(problem, config, machine, context);

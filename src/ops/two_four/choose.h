@@ -2,11 +2,7 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
-#include <memory>
-#include <span>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -48,26 +44,6 @@ struct Config {
 
 using Candidate = fretwork::Candidate<Config>;
 
-/// A list of fixed capacity: a call allocates nothing.
-class Candidates {
- public:
-  static constexpr std::size_t kMost = 256;
-  Candidates() {}  // NOLINT: elements come to life in add
-  void add(const Config& config, double microseconds) {
-    if (count_ == kMost) {
-      throw std::length_error("two_four::Candidates: more configurations than places");
-    }
-    std::construct_at(&all_[count_++], config, microseconds);
-  }
-  std::span<Candidate> all() { return {all_, count_}; }
-
- private:
-  union {
-    Candidate all_[kMost];
-  };
-  std::size_t count_ = 0;
-};
-
 /// Bytes of values and metadata.
 inline double sparse_bytes(const Problem& p) {
   const auto dense = static_cast<double>(p.m) * static_cast<double>(p.k);
@@ -93,7 +69,7 @@ struct KernelFamily {
   const char* name;
   bool (*fits)(const Problem& problem, const Machine& machine);
   /// The configurations of a problem that fits, with their cost. Needs no GPU and compiles nothing.
-  void (*list)(const Problem& problem, const Machine& machine, Candidates& list);
+  void (*list)(const Problem& problem, const Machine& machine, std::vector<Candidate>& list);
   void (*launch)(const Problem& problem, const Config& config, const Machine& machine, Context& context);
 };
 extern const KernelFamily kSmallNRegisters, kSmallNTma, kSmallNCpAsync, kTmaGemm, kPortable, kGeneric;

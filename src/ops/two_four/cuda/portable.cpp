@@ -210,7 +210,7 @@ bool portable_fits(const Problem& p, const Machine& machine) {
 
 /// A step of 128 bytes of the depth takes 0.9 µs where an SM has one CTA, and as long for two: 512² to 14336 × 4096
 /// with 128 columns. Each copy reads and writes an operand.
-void list_portable(const Problem& p, const Machine& machine, Candidates& list) {
+void list_portable(const Problem& p, const Machine& machine, std::vector<Candidate>& list) {
   constexpr double kStep = 0.9, kTile = 4.0, kFirstBytes = 0.9, kCopy = 8.0;
   const Instance instance = instance_of(p, machine);
   const std::int64_t tiles = ceil_div(p.m, kRows) * ceil_div(p.n, instance.cols()) * p.batch;
@@ -220,7 +220,7 @@ void list_portable(const Problem& p, const Machine& machine, Candidates& list) {
   const cost::Work work{.memory = sparse_bytes(p) / cost::kMemory,
                         .busiest = waves * (steps * kStep + kTile),
                         .serial = kFirstBytes + copies * (kCopy + sparse_bytes(p) / cost::kMemory)};
-  list.add({.family = &kPortable}, work.microseconds());
+  list.push_back({{.family = &kPortable}, work.microseconds()});
 }
 
 void launch_portable(const Problem& problem, const Config& /*config*/, const Machine& machine, Context& context) {
@@ -244,14 +244,14 @@ bool generic_fits(const Problem& /*problem*/, const Machine& /*machine*/) { retu
 
 /// 16 groups of the depth take 7.5 µs, as long for the three CTAs that an SM has: 1024² and 4096² with 1 to 4096
 /// columns, fp32.
-void list_generic(const Problem& p, const Machine& machine, Candidates& list) {
+void list_generic(const Problem& p, const Machine& machine, std::vector<Candidate>& list) {
   constexpr double kStep = 7.5, kFirstBytes = 0.9;
   const std::int64_t tiles = ceil_div(p.m, kRows) * ceil_div(p.n, kGenericCols) * p.batch;
   const auto waves = static_cast<double>(ceil_div(tiles, 3 * machine.multiprocessors));
   const cost::Work work{.memory = sparse_bytes(p) / cost::kMemory,
                         .busiest = waves * static_cast<double>(ceil_div(p.k, 16 * group(p.dtype))) * kStep,
                         .serial = kFirstBytes};
-  list.add({.family = &kGeneric}, work.microseconds());
+  list.push_back({{.family = &kGeneric}, work.microseconds()});
 }
 
 void launch_generic(const Problem& problem, const Config& /*config*/, const Machine& /*machine*/, Context& context) {

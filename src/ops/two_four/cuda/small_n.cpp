@@ -102,7 +102,7 @@ Config preferred(const Problem& p, const Machine& machine) {
 
 /// Fitted to 512² to 14336 × 4096 with 1 to 16 columns, bf16: 4.5 to 31 µs. The first megabytes take longer. How warps
 /// share the depth changes less than the model sees, so that `preferred` decides and the others come behind it.
-void list(const Problem& p, const Machine& machine, Candidates& list) {
+void list(const Problem& p, const Machine& machine, std::vector<Candidate>& list) {
   constexpr double kRate = 3.28e6, kFirstBytes = 0.6, kRampBytes = 3.5e6, kNotPreferred = 0.1;
   const Config best = preferred(p, machine);
   const double ramp = tiles_of(p) == 1 ? 0.25e-6 : 0.30e-6, each = tiles_of(p) == 1 ? 0.028 : 0.0625;  // of a block
@@ -113,7 +113,7 @@ void list(const Problem& p, const Machine& machine, Candidates& list) {
     for (const int blocks : kBlocks) {
       const Config config{.family = &kSmallNRegisters, .warps = warps, .stages = blocks};
       if (warps <= most_warps(tiles_of(p), blocks)) {
-        list.add(config, work.microseconds() + (config == best ? 0.0 : kNotPreferred));
+        list.push_back({config, work.microseconds() + (config == best ? 0.0 : kNotPreferred)});
       }
     }
   }
@@ -236,7 +236,7 @@ double cost(const Problem& p, const Config& config, const Machine& machine) {
 
 /// All tiles whose depth is shared run at once. Two CTAs share an SM where each has a tile and there are more of these
 /// than SMs; with fewer, the two of one SM would leave others idle.
-void list_tiles(const Problem& p, const Machine& machine, int columns, int groups, Candidates& list) {
+void list_tiles(const Problem& p, const Machine& machine, int columns, int groups, std::vector<Candidate>& list) {
   constexpr std::int64_t kMostWaves = 4;
   Config config{.family = &kSmallNTma, .rows = rows(groups), .columns = columns, .stages = stages(columns, groups, 1)};
   const std::int64_t tiles = tiles_of(p, config);
@@ -246,17 +246,17 @@ void list_tiles(const Problem& p, const Machine& machine, int columns, int group
   for (int split = 1; split <= kMostSplit; ++split) {
     config.split = split;
     if (split == 1 || (p.k / kDepth >= split && tiles <= machine.clusters(split))) {
-      list.add(config, cost(p, config, machine));
+      list.push_back({config, cost(p, config, machine)});
     }
   }
   config.split = 1;
   config.stages = stages(columns, groups, 2);
   if (groups == 1 && config.stages > 1 && tiles > machine.multiprocessors) {
-    list.add(config, cost(p, config, machine));
+    list.push_back({config, cost(p, config, machine)});
   }
 }
 
-void list(const Problem& p, const Machine& machine, Candidates& list) {
+void list(const Problem& p, const Machine& machine, std::vector<Candidate>& list) {
   std::int64_t last = 0;  // tiles side by side of the width before: one that has as many gains nothing
   for (const int columns : kColumns) {
     const std::int64_t side = ceil_div(p.n, columns);
@@ -432,7 +432,7 @@ double cost(const Problem& p, const Tiling& tiling, const Config& config, const 
   return work.microseconds();
 }
 
-void list(const Problem& p, const Machine& machine, Candidates& list) {
+void list(const Problem& p, const Machine& machine, std::vector<Candidate>& list) {
   const Tiling tiling(p);
   std::array<int, kLogWarps + 1> stages{};
   for (int log = 0; log <= kLogWarps; ++log) {
@@ -445,7 +445,7 @@ void list(const Problem& p, const Machine& machine, Candidates& list) {
                           .split = split,
                           .stages = stages[static_cast<std::size_t>(log)]};
       if (config.stages > 0 && (split == 1 || ceil_div(tiling.blocks, parts_of(log)) >= split)) {
-        list.add(config, cost(p, tiling, config, machine));
+        list.push_back({config, cost(p, tiling, config, machine)});
       }
     }
   }

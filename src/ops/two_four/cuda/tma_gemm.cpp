@@ -164,19 +164,19 @@ double cost(const Problem& p, const Config& config, const Machine& machine) {
 }
 
 /// A cluster that splits the depth has one tile; every part of the depth has some chunks of metadata.
-void list(const Problem& p, const Machine& machine, Candidates& list) {
+void list(const Problem& p, const Machine& machine, std::vector<Candidate>& list) {
   const bool linear = is_linear(p);
   for (const int width : kWidths) {
     for (int split = 1; split <= kMostSplit && (linear || !for_linear(width)); ++split) {
       const bool splits = steps_of(p) >= 8 * split && can_split(width, split);
       if (split == 1 || (splits && tiles_of(p, width) <= machine.clusters(split))) {
         const Config config{.family = &kTmaGemm, .columns = width, .split = split};
-        list.add(config, cost(p, config, machine));
+        list.push_back({config, cost(p, config, machine)});
       }
     }
     if (can_pair(p.dtype, p.b.row == 1, width) && (linear || !for_linear(width))) {
       const Config config{.family = &kTmaGemm, .columns = width, .pair = 2};
-      list.add(config, cost(p, config, machine));
+      list.push_back({config, cost(p, config, machine)});
     }
   }
 }

@@ -36,7 +36,7 @@ KernelSpec spmm_instance(DType dtype, int size, bool sparse_k, bool dense_k, boo
                   wide ? kWideShared : kNarrowShared);
 }
 KernelSpec sdd_instance(DType dtype, bool left_k, bool right_k, bool image) {
-  const bool swaps = sdd_swaps(left_k, right_k);
+  const bool swaps = !image && sdd_swaps(left_k, right_k);
   return instance("sdd", "sdd", dtype,
                   flag(swaps ? right_k : left_k) + flag(swaps ? left_k : right_k) + flag(swaps) + flag(image),
                   KernelSpec::kBySize);

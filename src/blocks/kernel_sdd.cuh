@@ -105,10 +105,12 @@ __device__ __forceinline__ void sdd_store_sums(const float (&d)[128], const SddP
 }
 
 /// kLeftK, kRightK: K is the unit (contiguous) axis of that operand. kSwapped: the kernel computes Sᵀ = Bᵀ·Aᵀ. kImage:
-/// the right operand is loaded from images by im2col; neither operand has K as its unit axis, and z counts pieces of K.
+/// the right operand is loaded from images by im2col, K is not its unit axis, and z counts pieces of K. With kLeftK the
+/// left operand is then NCHW images, and every image begins with a stage of its own.
 template <typename T, bool kLeftK, bool kRightK, bool kSwapped, bool kImage>
 struct Sdd {
   static constexpr Roles kRoles{.consumers = 2, .producer_registers = 72, .consumer_registers = 216};
+  static constexpr bool kImageLeft = kImage && kLeftK;
   const SddParams& p;
   Stages& stages;
   u32 base;
@@ -132,12 +134,15 @@ struct Sdd {
       const int lh = h * p.left_h, lz = z * p.left_z, rh = h * p.right_h, rz = z * p.right_z;
       const int begin = kImage ? t.z * p.span : 0, end = kImage ? min(begin + p.span, p.depth) : p.depth;
       for (int k = begin; k < end; k += 64, at.next(p.stages)) {
-        const Pixel pixel = kImage ? pixel_at(p.pixels, k) : Pixel{};
+        const int image = kImageLeft ? k / 64 / p.image_stages : 0, in_image = k - image * p.image_stages * 64;
+        const Pixel pixel =
+            kImage ? pixel_at(p.pixels, kImageLeft ? image * p.pixels.per_image + in_image : k) : Pixel{};
         const u32 full = stages.ring.acquire(at), to = base + at.stage * p.stage_bytes;
         mbarrier::arrive_expect(full, count * slot_bytes + (left ? kLineBytes : 0));
         if (left) {
-          kLeftK ? tma::load(to + left_at, &p.left, full, k, row, lh, lz)
-                 : tma::load(to + left_at, &p.left, full, row, k, lh, lz);
+          kImageLeft ? tma::load(to + left_at, &p.left, full, in_image, row, image, 0)
+          : kLeftK   ? tma::load(to + left_at, &p.left, full, k, row, lh, lz)
+                     : tma::load(to + left_at, &p.left, full, row, k, lh, lz);
         }
 #pragma unroll
         for (int i = 0; i < kMine; ++i) {
@@ -153,8 +158,9 @@ struct Sdd {
   }
 
   /// Multiplies the stages of one tile. Columns past a warpgroup's slots go to accumulators that are never stored.
+  /// `chunk` is the first stage's number within its image.
   template <int kN>
-  __device__ __forceinline__ void multiply(float (&d)[128], int count, Consumer<0>& at, u32 left_at,
+  __device__ __forceinline__ void multiply(float (&d)[128], int count, int chunk, Consumer<0>& at, u32 left_at,
                                            u32 right_at) const {
     using wgmma::Major;
     constexpr Major kA = kLeftK ? Major::k : Major::mn, kB = kRightK ? Major::k : Major::mn;
@@ -164,10 +170,18 @@ struct Sdd {
       const u32 from = base + stage * p.stage_bytes, right = from + right_at;
       const u64 a = wgmma::descriptor<128>(from + left_at, 8192);
       const u64 b = whole ? wgmma::descriptor<128>(right, 8192) : wgmma::descriptor<64>(right, 4096);
+      int steps = 4;
+      if constexpr (kImageLeft) {  // the right operand of an image's last stage may end with pixels of the next one
+        const bool last = chunk == p.image_stages - 1;
+        steps = last ? p.last_steps : 4;
+        chunk = last ? 0 : chunk + 1;
+      }
       wgmma::fence();
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
-        wgmma::multiply<T, kN, kA, kB>(d, a + q * wgmma::kNextK<128, kA>, b + q * next);
+        if (q < steps) {
+          wgmma::multiply<T, kN, kA, kB>(d, a + q * wgmma::kNextK<128, kA>, b + q * next);
+        }
       }
       return true;
     };
@@ -188,15 +202,16 @@ struct Sdd {
       const SddTile t = sdd_tile(p, index);
       const int depth = kImage ? min(p.span, p.depth - t.z * p.span) : p.depth;
       const int count = (depth + 63) / 64 * p.batches.z_sum * p.batches.h_sum;
+      const int chunk = kImageLeft ? t.z * p.span / 64 % p.image_stages : 0;
       const int mine = second ? t.strip.counts[1] : t.strip.counts[0], before = second ? t.strip.counts[0] : 0;
       const u32 left_at = second ? (t.lines() - 1) * kLineBytes : 0;
       const u32 right_at = t.lines() * kLineBytes + (second ? before - t.strip.shared : 0) * p.slot * 128;
       float d[128];
       clear(d);
       if (mine * p.slot > 128) {
-        multiply<256>(d, count, at, left_at, right_at);
+        multiply<256>(d, count, chunk, at, left_at, right_at);
       } else {
-        multiply<128>(d, count, at, left_at, right_at);
+        multiply<128>(d, count, chunk, at, left_at, right_at);
       }
       const int line = second ? t.strip.lines[1] : t.strip.lines[0], first = t.strip.first + before;
       if constexpr (kImage) {

@@ -109,6 +109,7 @@ struct SddParams {
   // Images only: K is the pixels, split into pieces of `span`; partial sums of a piece go to `out` as floats.
   Pixels pixels{};
   int span = 0;
+  int image_stages = 0, last_steps = 0;  ///< NCHW left operand: stages per image, products in the last of them
 };
 
 /// Adds the partial sums of all pieces, in order.

@@ -38,6 +38,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
       }
     }
     list.push_back(sdd_instance(dtype, false, false, true));
+    list.push_back(sdd_instance(dtype, true, false, true));
   }
   return list;
 }
@@ -261,47 +262,88 @@ int pieces_of(int tiles, std::int64_t pixels, int multiprocessors) {
   return best;
 }
 
+/// Parameters of dS that follow from the plan.
+SddParams weight_params(const DevicePlan& plan, int block, int slot) {
+  SddParams params{};
+  params.out_block = static_cast<long long>(block) * block;
+  params.strips = static_cast<const Strip*>(plan.segments.data());
+  params.columns = static_cast<const int*>(plan.steps.data());
+  params.blocks = static_cast<const int*>(plan.blocks.data());
+  params.strip_count = plan.segment_count;
+  params.lines = plan.groups_per_head;
+  params.out_row = block;
+  params.block = block;
+  params.slot = slot;
+  params.block_bits = std::countr_zero(static_cast<unsigned>(block));
+  params.slot_bits = std::countr_zero(static_cast<unsigned>(slot));
+  params.stages = plan.sdd_stages();
+  params.stage_bytes = plan.stage_bytes;
+  params.batches = {1, 1, 1};
+  return params;
+}
+
+/// dy as the left operand of dS: NCHW images as they are, or all pixels in channels-last order, copied if necessary.
+/// Every NCHW image begins with a stage of its own. Its last stage has fewer products of 16 pixels each.
+class WeightLeft {
+ public:
+  WeightLeft(const Image& image, Context& context)
+      : pixels_(image.h * image.w),
+        stages_(ceil_div(pixels_, std::int64_t{64})),
+        lines_(reads_lines(image) ? lines_of(image) : std::nullopt) {
+    if (!lines_) {
+      copied_.emplace(image, true, context);
+      const Image& last = copied_->image();
+      channels_ = make_tiled_view(last.data, {last.c, last.pixels(), 1, 1}, {1, last.w_stride, 0, 0});
+    }
+    depth_ = image.n * (lines_ ? stages_ * 64 : pixels_);
+  }
+  bool valid() const { return lines_ || channels_; }
+  bool nchw() const { return lines_.has_value(); }
+  std::int64_t depth() const { return depth_; }  ///< of dS: pixels, those of NCHW images rounded up to whole stages
+  void set(SddParams& params) const {
+    params.left = (lines_ ? *lines_ : *channels_).map(64, 64);
+    params.depth = static_cast<int>(depth_);
+    params.image_stages = static_cast<int>(stages_);
+    params.last_steps = static_cast<int>(pixels_ - (stages_ - 1) * 64) / 16;
+  }
+
+ private:
+  /// Whether whole products divide an image, and its last stage is little waste. A copy costs about as much as reading
+  /// a quarter of the stages in vain.
+  bool reads_lines(const Image& image) const {
+    return pixels_ % 16 == 0 && stages_ * 64 <= pixels_ + pixels_ / 4 && !(channels_last(image) && one_line(image));
+  }
+  std::int64_t pixels_, stages_, depth_ = 0;
+  std::optional<TiledView> lines_, channels_;
+  std::optional<ChannelsLast> copied_;
+};
+
 bool run_weight(const Problem& p, Context& context) {
   const AxisClass y(p.y, 0, p.out.h), x(p.x, 0, p.out.w);
   if (!can_gather(p.in, y, x)) {
     return false;
   }
-  const ChannelsLast in(p.in, false, context), out(p.out, true, context);
+  const ChannelsLast in(p.in, false, context);
+  const WeightLeft left(p.out, context);
   const auto block = static_cast<int>(p.block_rows());
   const int slot = std::clamp(block, 32, 64), device = context.device.index;
   const auto plan = find_plan(p, y, x, 0, slot, context);
   const int multiprocessors = driver::device_info(device).multiprocessors;
-  const std::int64_t pixels = p.out.pixels(), size = p.layout->nnz() * block * block;
-  const int pieces = pieces_of(plan->segment_count, pixels, multiprocessors);
+  const std::int64_t size = p.layout->nnz() * block * block;
+  const int pieces = pieces_of(plan->segment_count, left.depth(), multiprocessors);
   const Workspace sums(context, static_cast<std::size_t>(size * pieces) * sizeof(float));
-  const auto left = make_tiled_view(out.image().data, {p.out.c, pixels, 1, 1}, {1, out.image().w_stride, 0, 0});
-  if (!left) {
+  if (!left.valid()) {
     return false;
   }
-  SddParams params{};
-  params.left = left->map(64, 64);
+  SddParams params = weight_params(*plan, block, slot);
+  left.set(params);
   params.right = pixels_of(pixel_map(in.image(), y, x), slot, 64);
   params.out = sums.data();
   params.out_z = size;
-  params.out_block = static_cast<long long>(block) * block;
-  params.strips = static_cast<const Strip*>(plan->segments.data());
-  params.columns = static_cast<const int*>(plan->steps.data());
-  params.blocks = static_cast<const int*>(plan->blocks.data());
-  params.strip_count = plan->segment_count;
-  params.lines = plan->groups_per_head;
   params.total = plan->segment_count * pieces;
-  params.out_row = block;
-  params.depth = static_cast<int>(pixels);
-  params.block = block;
-  params.slot = slot;
-  params.block_bits = std::countr_zero(static_cast<unsigned>(block));
-  params.slot_bits = std::countr_zero(static_cast<unsigned>(slot));
-  params.stages = plan->sdd_stages();
-  params.stage_bytes = plan->stage_bytes;
-  params.batches = {1, 1, 1};
   params.pixels = pixels_arg(in.image(), y, x);
-  params.span = static_cast<int>(ceil_div(ceil_div(pixels, pieces), std::int64_t{64}) * 64);
-  get_kernel(sdd_instance(p.dtype, false, false, true), device)
+  params.span = static_cast<int>(ceil_div(ceil_div(left.depth(), pieces), std::int64_t{64}) * 64);
+  get_kernel(sdd_instance(p.dtype, left.nchw(), false, true), device)
       .launch(std::min(params.total, multiprocessors), kThreads, plan->sdd_shared(), &params, context.stream);
   const SumParams sum{static_cast<const float*>(sums.data()),
                       p.values.data,

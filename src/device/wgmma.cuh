@@ -91,6 +91,12 @@ __device__ __forceinline__ void metadata_read(const u32 (&words)[kCount]) {
 #define FRETWORK_ACC112 \
   FRETWORK_ACC96        \
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define FRETWORK_ACC120 \
+  FRETWORK_ACC112       \
+  ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define FRETWORK_ACC124 \
+  FRETWORK_ACC120       \
+  ", %120, %121, %122, %123"
 #define FRETWORK_ACC128                                                                          \
   FRETWORK_ACC96                                                                                 \
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
@@ -143,6 +149,26 @@ __device__ __forceinline__ void multiply(float (&d)[kSize], u64 left, u64 right)
     } else {
       FRETWORK_WGMMA_SS("bf16", "192", FRETWORK_ACC96, "%96", "%97", "%98", "%99", "%100", FRETWORK_F32(kAt),
                         FRETWORK_F32(kAt + 32), FRETWORK_F32(kAt + 64));
+    }
+  } else if constexpr (kN == 240) {
+    if constexpr (is_same<T, f16>) {
+      FRETWORK_WGMMA_SS("f16", "240", FRETWORK_ACC120, "%120", "%121", "%122", "%123", "%124", FRETWORK_F32(kAt),
+                        FRETWORK_F32(kAt + 32), FRETWORK_F32(kAt + 64), FRETWORK_F8(kAt + 96), FRETWORK_F8(kAt + 104),
+                        FRETWORK_F8(kAt + 112));
+    } else {
+      FRETWORK_WGMMA_SS("bf16", "240", FRETWORK_ACC120, "%120", "%121", "%122", "%123", "%124", FRETWORK_F32(kAt),
+                        FRETWORK_F32(kAt + 32), FRETWORK_F32(kAt + 64), FRETWORK_F8(kAt + 96), FRETWORK_F8(kAt + 104),
+                        FRETWORK_F8(kAt + 112));
+    }
+  } else if constexpr (kN == 248) {
+    if constexpr (is_same<T, f16>) {
+      FRETWORK_WGMMA_SS("f16", "248", FRETWORK_ACC124, "%124", "%125", "%126", "%127", "%128", FRETWORK_F32(kAt),
+                        FRETWORK_F32(kAt + 32), FRETWORK_F32(kAt + 64), FRETWORK_F8(kAt + 96), FRETWORK_F8(kAt + 104),
+                        FRETWORK_F8(kAt + 112), FRETWORK_F4(kAt + 120));
+    } else {
+      FRETWORK_WGMMA_SS("bf16", "248", FRETWORK_ACC124, "%124", "%125", "%126", "%127", "%128", FRETWORK_F32(kAt),
+                        FRETWORK_F32(kAt + 32), FRETWORK_F32(kAt + 64), FRETWORK_F8(kAt + 96), FRETWORK_F8(kAt + 104),
+                        FRETWORK_F8(kAt + 112), FRETWORK_F4(kAt + 120));
     }
   } else if constexpr (kN == 256) {
     if constexpr (is_same<T, f16>) {
@@ -375,6 +401,8 @@ __device__ __forceinline__ void multiply_sparse(Sum (&d)[kN / 2], u64 left, u64 
 #undef FRETWORK_ACC80
 #undef FRETWORK_ACC96
 #undef FRETWORK_ACC112
+#undef FRETWORK_ACC120
+#undef FRETWORK_ACC124
 #undef FRETWORK_ACC128
 
 /// Four 8×8 pieces to or from shared memory; lanes 8i … 8i+7 give the addresses of the rows of piece i.

@@ -5,6 +5,7 @@
 #include <limits>
 #include <map>
 #include <numeric>
+#include <span>
 #include <string>
 
 #include "ops/block_conv/cuda/operands.h"
@@ -28,11 +29,17 @@ double most_places(int block, bool turned, std::int64_t sets) {
   return block == 32 ? 1.1 : 0.0;
 }
 
-KernelSpec instance(DType dtype, int block, bool sparse_k, bool turned, bool rows) {
+/// Places of a tile. With channels-last images, the number with which the waves of tiles take the shortest time.
+constexpr int kTileWidths[] = {kTilePlaces, kTilePlaces - 8, kTilePlaces - 16};
+std::span<const int> tile_widths(bool turned, bool rows) {
+  return std::span(kTileWidths).first(turned || !rows ? 1 : std::size(kTileWidths));
+}
+
+KernelSpec instance(DType dtype, int block, int places, bool sparse_k, bool turned, bool rows) {
   const auto flag = [](bool value) { return value ? ", true" : ", false"; };
   return {"ops/block_conv/cuda/patch.cuh",
-          "fretwork::block_conv::patch<" + std::string(device_type(dtype)) + ", " + std::to_string(block) +
-              flag(sparse_k) + flag(turned) + flag(rows) + ">",
+          "fretwork::block_conv::patch<" + std::string(device_type(dtype)) + ", " + std::to_string(block) + ", " +
+              std::to_string(places) + flag(sparse_k) + flag(turned) + flag(rows) + ">",
           KernelSpec::kBySize};
 }
 
@@ -44,9 +51,11 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   for (const DType dtype : {DType::f16, DType::bf16}) {
     for (const int block : {16, 32, 64}) {
       for (int order = 0; order < 8; ++order) {
-        const bool turned = (order & 2) != 0;
-        if (most_places(block, turned, 1) > 0) {
-          list.push_back(instance(dtype, block, (order & 1) != 0, turned, (order & 4) != 0));
+        const bool turned = (order & 2) != 0, rows = (order & 4) != 0;
+        for (const int places : tile_widths(turned, rows)) {
+          if (most_places(block, turned, 1) > 0) {
+            list.push_back(instance(dtype, block, places, (order & 1) != 0, turned, rows));
+          }
         }
       }
     }
@@ -71,15 +80,17 @@ struct PatchShape {
   std::int64_t row, rows, images;
   int columns = 1, column = kTilePlaces;  ///< a patch is `columns` loads of `column` places
 
-  /// `even`: round the length of a row up to an even number. `turned`: a patch is not loaded in columns.
-  PatchShape(const Image& in, const AxisClass& y, const AxisClass& x, bool turned, bool even)
+  /// `even`: round the length of a row up to an even number.
+  PatchShape(const Image& in, const AxisClass& y, const AxisClass& x, bool even)
       : row(places_of(x, in.w)), rows(places_of(y, in.h)), images(in.n) {
     row += even ? row % 2 : 0;
+  }
+  /// Sets the patch of a tile of `width` places. `turned`: it is not loaded in columns.
+  void set_patch(const AxisClass& y, const AxisClass& x, bool turned, int width) {
     constexpr int kMostOfColumn = 256, kEight = 8;  // pixels per im2col load; rows of a swizzle atom
     const std::int64_t reach = reach_of(y) * row + reach_of(x);
-    columns = turned ? 1 : static_cast<int>(ceil_div(kTilePlaces + reach, std::int64_t{kMostOfColumn}));
-    column =
-        static_cast<int>(ceil_div(ceil_div(kTilePlaces + reach, std::int64_t{columns}), std::int64_t{kEight})) * kEight;
+    columns = turned ? 1 : static_cast<int>(ceil_div(width + reach, std::int64_t{kMostOfColumn}));
+    column = static_cast<int>(ceil_div(ceil_div(width + reach, std::int64_t{columns}), std::int64_t{kEight})) * kEight;
   }
   int places() const { return columns * column; }
   /// Whether every pixel has a place.
@@ -315,8 +326,10 @@ struct PatchLaunch {
   bool turned, rows;  ///< x is NCHW; the result is channels-last
   PatchShape shape;
   std::int64_t sets, tile_places, total;
+  int width;  ///< places of a tile, some of which may belong to the next one
 
-  PatchLaunch(const Problem& problem, const Image& image, const AxisClass& down, const AxisClass& right)
+  PatchLaunch(const Problem& problem, const Image& image, const AxisClass& down, const AxisClass& right,
+              int multiprocessors)
       : p(problem),
         y(down),
         x(right),
@@ -324,10 +337,18 @@ struct PatchLaunch {
         out(class_of(p, y, x)),
         turned(!channels_last(in)),
         rows(channels_last(out)),
-        shape(in, y, x, turned, !rows),
-        sets(ceil_div(p.lines() * p.block_rows(), std::int64_t{64})),  // of 64 output channels; two make a segment
-        tile_places(rows ? kTilePlaces : pixel_places(shape.row, out.w)),
-        total(tile_places > 0 ? ceil_div(shape.line(), tile_places) * ceil_div(sets, std::int64_t{2}) : 0) {}
+        shape(in, y, x, !rows),
+        sets(ceil_div(p.lines() * p.block_rows(), std::int64_t{64})) {  // of 64 output channels; two make a segment
+    const auto tiles = [&](std::int64_t places) {
+      return places > 0 ? ceil_div(shape.line(), places) * ceil_div(sets, std::int64_t{2}) : 0;
+    };
+    width = *std::ranges::min_element(tile_widths(turned, rows), {}, [&](int places) {
+      return ceil_div(tiles(places), std::int64_t{multiprocessors}) * places;
+    });
+    tile_places = rows ? width : pixel_places(shape.row, out.w);
+    total = tiles(tile_places);
+    shape.set_patch(y, x, turned, width);
+  }
 
   int block() const { return whole(p.block_rows()); }
   int patches() const { return shape.count(turned, rows); }
@@ -385,14 +406,14 @@ PatchParams PatchLaunch::params(const PatchPlan& plan, const Blocks& blocks, con
 bool run_patches(const Problem& p, const Blocks& blocks, const Image& in, const AxisClass& y, const AxisClass& x,
                  Context& context) {
   const int device = context.device.index, multiprocessors = driver::device_info(device).multiprocessors;
-  const PatchLaunch launch(p, in, y, x);
+  const PatchLaunch launch(p, in, y, x, multiprocessors);
   const auto image = launch.fits(multiprocessors) ? image_map(in, launch.shape, y, x, launch.turned) : std::nullopt;
   if (!image) {
     return false;
   }
   const auto plan = find_plan(p, y, x, whole(launch.shape.row), context);
   const PatchParams params = launch.params(*plan, blocks, *image);
-  get_kernel(instance(p.dtype, launch.block(), blocks.view().last, launch.turned, launch.rows), device)
+  get_kernel(instance(p.dtype, launch.block(), launch.width, blocks.view().last, launch.turned, launch.rows), device)
       .launch(std::min<std::int64_t>(launch.total, multiprocessors), kThreads,
               params.patch_count * params.patch_stride + patch_rest(launch.turned, launch.rows), &params,
               context.stream);

@@ -326,7 +326,7 @@ struct PatchWalk {
 };
 
 /// Multiplies the steps of one warpgroup. A patch is released when all products that read it are done.
-template <typename T, int kBlock, bool kSparseK, int kStages>
+template <typename T, int kBlock, int kPlaces, bool kSparseK, int kStages>
 __device__ __forceinline__ void patch_multiply(float (&d)[128], const PatchParams& p, const PatchSegment& s,
                                                PatchShared& shared, u32 base, u32 blocks, Consumer<kStages>& at,
                                                Consumer<0>& patches, int warpgroup) {
@@ -357,7 +357,7 @@ __device__ __forceinline__ void patch_multiply(float (&d)[128], const PatchParam
       wgmma::fence();
 #pragma unroll
       for (int q = 0; q < kBlock / 16; ++q) {
-        wgmma::multiply<T, 256, kA, Major::k>(d, a + q * wgmma::kNextK<P::kLine, kA>, b + q * 2);
+        wgmma::multiply<T, kPlaces, kA, Major::k>(d, a + q * wgmma::kNextK<P::kLine, kA>, b + q * 2);
       }
     }
     return true;
@@ -373,12 +373,13 @@ __device__ __forceinline__ int channel_of(const int* rows, int row) {
 }
 
 /// Computes the offsets of a tile's places in a channels-last result, in units of 16 bytes; −1 for padding.
+template <int kPlaces>
 __device__ __forceinline__ void list_places(const PatchParams& p, int* table, int first) {
 #pragma unroll
   for (int from = 0; from < kTilePlaces; from += 128) {
     const int place = from + static_cast<int>(threadIdx.x) % 128;
     const Place at = place_at(p.line, first + place);
-    const bool pixel = at.n < p.line.images && at.u < p.height && at.v < p.width;
+    const bool pixel = place < kPlaces && at.n < p.line.images && at.u < p.height && at.v < p.width;
     table[place] = pixel ? at.n * p.unit_n + at.u * p.unit_h + at.v * p.unit_w : -1;
   }
 }
@@ -467,9 +468,9 @@ __device__ __forceinline__ void store_lines(const float (&d)[128], const PatchPa
   }
 }
 
-/// kSparseK: K is the contiguous axis of op(S)'s blocks. kTurned: x is NCHW and transposed in shared memory. kRows: the
-/// result is channels-last.
-template <typename T, int kBlock, bool kSparseK, bool kTurned, bool kRows>
+/// kPlaces: of a tile. kSparseK: K is the contiguous axis of op(S)'s blocks. kTurned: x is NCHW and transposed in
+/// shared memory. kRows: the result is channels-last.
+template <typename T, int kBlock, int kPlaces, bool kSparseK, bool kTurned, bool kRows>
 struct PatchConv {
   static constexpr int kStages = block_stages(kTurned, kRows);
   static constexpr Roles kRoles{.consumers = 2, .producer_registers = 72, .consumer_registers = 216};
@@ -528,7 +529,7 @@ struct PatchConv {
       list(turn + 1, lists);  // overwrites the table of the previous tile, whose patches have all been used
       int2 pixels{};
       if constexpr (kRows) {
-        list_places(p, places[warpgroup][parity], first);
+        list_places<kPlaces>(p, places[warpgroup][parity], first);
       } else {
         const int place = index / p.segment_count * p.tile_places;
         pixels = {first_pixel(p, place), first_pixel(p, place + p.tile_places)};
@@ -536,7 +537,7 @@ struct PatchConv {
       }
       float d[128];
       clear(d);
-      patch_multiply<T, kBlock, kSparseK>(d, p, s, shared, base, own, at, patches, warpgroup);
+      patch_multiply<T, kBlock, kPlaces, kSparseK>(d, p, s, shared, base, own, at, patches, warpgroup);
       if (p.bias != nullptr) {
         const int warp_row = static_cast<int>(threadIdx.x) / 32 % 4 * 16;
         blocks::wide_add_bias<T>(d, p, channel_of<kBlock>(s.rows[warpgroup], warp_row) - warp_row);
@@ -552,9 +553,9 @@ struct PatchConv {
   }
 };
 
-template <typename T, int kBlock, bool kSparseK, bool kTurned, bool kRows>
+template <typename T, int kBlock, int kPlaces, bool kSparseK, bool kTurned, bool kRows>
 __global__ void __launch_bounds__(blocks::kThreads, 1) patch(const __grid_constant__ PatchParams p) {
-  using Kernel = PatchConv<T, kBlock, kSparseK, kTurned, kRows>;
+  using Kernel = PatchConv<T, kBlock, kPlaces, kSparseK, kTurned, kRows>;
   extern __shared__ u8 raw[];
   __shared__ __align__(16) PatchShared shared;
   __shared__ __align__(16) typename Kernel::Slots slots;

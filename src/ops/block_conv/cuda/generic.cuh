@@ -143,8 +143,8 @@ __global__ void __launch_bounds__(256) weight(const __grid_constant__ WeightPara
 }
 
 /// Loads eight pixels of a channel, from pixel `first` of an image; zeros past its end.
-__device__ __forceinline__ void load_pixels_of(u32 (&words)[4], const TurnParams& p, const u16* line, i64 first) {
-  const i64 end = static_cast<i64>(p.from.height) * p.from.width;
+__device__ __forceinline__ void load_pixels_of(u32 (&words)[4], const TurnParams& p, const u16* line, int first) {
+  const int end = p.from.height * p.from.width;
   words[0] = words[1] = words[2] = words[3] = 0;
   if (p.vector != 0 && first < end) {
     const uint4 chunk = __ldg(reinterpret_cast<const uint4*>(line + first));
@@ -153,25 +153,23 @@ __device__ __forceinline__ void load_pixels_of(u32 (&words)[4], const TurnParams
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    if (const i64 at = first + i; at < end) {
-      const i64 h = at / p.from.width, w = at - h * p.from.width;
+    if (const int at = first + i; at < end) {
+      const int h = p.by_row.quotient(at), w = at - h * p.from.width;
       words[i / 2] |= static_cast<u32>(line[h * p.from.h + w * p.from.w]) << 16 * (i % 2);
     }
   }
 }
 
 /// Copies images of 16-bit elements to channels-last order. A CTA transposes 64 channels × 64 pixels in shared memory.
-/// A thread loads eight pixels of two channels and stores both channels of a pixel as one word; two threads load 32
-/// contiguous bytes. The halves of a line are swapped for every other eight pixels, which avoids bank conflicts.
+/// A thread loads eight pixels of two channels, eight threads 128 contiguous bytes of each, and stores both channels of
+/// a pixel as one word. The 16-byte units of a line are permuted by the pixel, which avoids bank conflicts.
 __global__ void __launch_bounds__(256) to_channels_last(const __grid_constant__ TurnParams p) {
-  constexpr int kSide = 64, kLine = kSide / 2 + 4, kHalf = kSide / 4;
-  __shared__ __align__(16) u32 tile[kSide * kLine];
-  const i64 per_image = static_cast<i64>(p.from.height) * p.from.width;
-  const i64 tiles = (per_image + kSide - 1) / kSide, groups = (p.from.channels + kSide - 1) / kSide;
-  const i64 index = blockIdx.x, n = index / (tiles * groups);
-  const i64 pixel = index / groups % tiles * kSide, channel = index % groups * kSide;
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int pair = lane / 2 + warp % 2 * kHalf, eight = warp / 2 * 2 + lane % 2;
+  constexpr int kLine = kTurnSide / 2;
+  __shared__ __align__(16) u32 tile[kTurnSide * kLine];
+  const int index = static_cast<int>(blockIdx.x), run = p.by_groups.quotient(index), n = p.by_runs.quotient(run);
+  const int channel = (index - run * static_cast<int>(p.by_groups.divisor)) * kTurnSide;
+  const int pixel = (run - n * static_cast<int>(p.by_runs.divisor)) * kTurnSide;
+  const int pair = static_cast<int>(threadIdx.x) / 8, eight = static_cast<int>(threadIdx.x) % 8;
   if (channel + 2 * pair < p.from.channels) {  // channels come in blocks of 16 or more
     const u16* const line = static_cast<const u16*>(p.from.data) + n * p.from.n + (channel + 2 * pair) * p.from.c;
     u32 upper[4], lower[4];
@@ -179,18 +177,19 @@ __global__ void __launch_bounds__(256) to_channels_last(const __grid_constant__ 
     load_pixels_of(lower, p, line + p.from.c, pixel + eight * 8);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      tile[(eight * 8 + i) * kLine + (pair ^ eight % 2 * kHalf)] =
+      tile[(eight * 8 + i) * kLine + (pair ^ eight * 4)] =
           __byte_perm(upper[i / 2], lower[i / 2], i % 2 == 0 ? 0x5410 : 0x7632);
     }
   }
   __syncthreads();
-  u16* const to = static_cast<u16*>(p.to) + n * per_image * p.from.channels;
+  const int per_image = p.from.height * p.from.width;
+  u16* const to = static_cast<u16*>(p.to) + static_cast<i64>(n) * per_image * p.from.channels;
 #pragma unroll
-  for (int id = static_cast<int>(threadIdx.x); id < kSide * kSide / 8; id += 256) {
-    const int at = id / 8, unit = id % 8;
+  for (int half = 0; half < 2; ++half) {
+    const int at = half * kTurnSide / 2 + static_cast<int>(threadIdx.x) / 8, unit = static_cast<int>(threadIdx.x) % 8;
     if (pixel + at < per_image && channel + unit * 8 < p.from.channels) {
-      *reinterpret_cast<uint4*>(to + (pixel + at) * p.from.channels + channel + unit * 8) =
-          *reinterpret_cast<const uint4*>(tile + at * kLine + (unit * 4 ^ at / 8 % 2 * kHalf));
+      *reinterpret_cast<uint4*>(to + static_cast<i64>(pixel + at) * p.from.channels + channel + unit * 8) =
+          *reinterpret_cast<const uint4*>(tile + at * kLine + (unit ^ at / 8 % 8) * 4);
     }
   }
 }

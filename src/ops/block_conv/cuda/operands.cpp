@@ -58,13 +58,17 @@ ChannelsLast::ChannelsLast(const Image& from, bool dense, Context& context)
   }
   const bool lines = from.w_stride == 1 && from.h_stride == from.w && whole(from.h * from.w) && whole(from.n_stride) &&
                      whole(from.c_stride) && is_aligned(from.data, 16);
+  const std::int64_t groups = ceil_div(from.c, std::int64_t{kTurnSide});
+  const std::int64_t runs = ceil_div(from.h * from.w, std::int64_t{kTurnSide});
   const TurnParams params{
       {from.data, from.n_stride, from.c_stride, from.h_stride, from.w_stride, static_cast<int>(from.n),
        static_cast<int>(from.c), static_cast<int>(from.h), static_cast<int>(from.w)},
       space_.data(),
-      lines ? 1 : 0};
-  const std::int64_t tiles = from.n * ceil_div(from.h * from.w, std::int64_t{64}) * ceil_div(from.c, std::int64_t{64});
-  get_kernel(turn_instance(), context.device.index).launch(tiles, 256, 0, &params, context.stream);
+      lines ? 1 : 0,
+      Divisor(groups),
+      Divisor(runs),
+      Divisor(from.w)};
+  get_kernel(turn_instance(), context.device.index).launch(from.n * runs * groups, 256, 0, &params, context.stream);
   image_ = {space_.data(), from.n, from.c, from.h, from.w, from.h * from.w * from.c, 1, from.w * from.c, from.c};
 }
 

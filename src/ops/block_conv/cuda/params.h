@@ -1,6 +1,8 @@
 // Parameters of the generic kernels. Shared by host and device: plain types, device pointers only.
 #pragma once
 
+#include "device/divide.cuh"
+
 namespace fretwork::block_conv {
 
 /// A batch of images; n, c, h and w are strides in elements.
@@ -48,11 +50,13 @@ struct WeightParams {
   long long span;  ///< pixels per piece
 };
 
-/// Copies images of any strides to contiguous channels-last ones.
+/// Copies images of any strides to contiguous channels-last ones, kTurnSide channels × kTurnSide pixels at a time.
+inline constexpr int kTurnSide = 64;
 struct TurnParams {
   ImageArg from;
   void* to;
-  int vector;  ///< the pixels of a channel are contiguous and can be loaded 16 bytes at a time
+  int vector;                          ///< the pixels of a channel are contiguous and can be loaded 16 bytes at a time
+  Divisor by_groups, by_runs, by_row;  ///< groups of channels, runs of pixels per image, pixels per row
 };
 
 /// Copies blocks of any strides to contiguous ones.

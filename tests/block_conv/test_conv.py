@@ -496,6 +496,10 @@ def test_autocast_of_other_devices_does_not_reach_the_layer(device):
         ((3, 3), (40, 31), {"padding": 1, "stride": (2, 1)}),
         ((3, 3), (56, 56), {"padding": 3}),
         ((3, 3), (7, 8), {"padding": 1}),
+        ((3, 3), (28, 28), {"padding": 1}),
+        ((5, 5), (56, 56), {"padding": 2}),
+        ((3, 5), (24, 25), {"padding": (1, 2)}),
+        ((3, 3), (40, 9), {"padding": 4, "dilation": 4}),
     ],
     ids=str,
 )
@@ -517,6 +521,29 @@ def test_many_pixels(block, kernel, image, geometry, device):
             return images(device, *shape, memory_format=incoming).to(dtype)
 
         check(mask, block, x, values, bias, d_out, reference=device, **geometry)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("order", [FIRST, LAST], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize("image", [(56, 56), (28, 28), (48, 23)], ids=str)
+def test_nan_reaches_only_what_reads_it(image, block, order, device):
+    """And nothing around the ends of rows and of images. Small blocks may share what one of them reads: all do."""
+    if device.type != "cuda":
+        pytest.skip("for --device cuda")
+    rows = 256 // block
+    mask = (torch.rand(rows if block >= 64 else 1, 2, 3, 3) < 0.4).expand(rows, -1, -1, -1).clone()
+    mask[:, 0, 1, 1] = True
+    x = images(device, 40, 2 * block, *image, memory_format=order).half()
+    lost = torch.rand(x.shape, device=device) < 1e-4
+    lost[:, :, :, 0] |= torch.rand(x.shape[:3], device=device) < 1e-3
+    lost[:, :, :, -1] |= torch.rand(x.shape[:3], device=device) < 1e-3
+    x[lost] = torch.nan
+    layout = fw.BlockLayout.for_conv2d(mask, block)
+    values = torch.randn(layout.nnz, block, block, device=device).half()
+    reads = mask.to(device).float().repeat_interleave(block, 0).repeat_interleave(block, 1)
+    want = F.conv2d(lost.float(), reads, padding=1) > 0.5
+    assert torch.equal(fw.block_conv2d(x, values, layout, 3, padding=1).isnan(), want)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")

@@ -120,7 +120,7 @@ int check(const Case& c) {
 }
 
 TEST_F(SmallTiles, Columns) {
-  for (const std::int64_t free : {1, 2, 7, 8, 16, 17, 40, 64, 65, 128, 133, 200}) {
+  for (const std::int64_t free : {1, 2, 4, 7, 8, 16, 17, 28, 40, 64, 65, 128, 130, 133, 196, 200}) {
     EXPECT_EQ(check({.free = free}), kAll);
     EXPECT_EQ(check({.free = free, .dense_k = true, .out_rows = true}), kAll);
   }
@@ -154,6 +154,10 @@ TEST_F(SmallTiles, Gaps) {
   for (const std::int64_t gap : {1, 2, 3, 4, 8}) {
     EXPECT_EQ(check({.free = 40, .gap = gap}), kAll);
     EXPECT_EQ(check({.free = 40, .out_rows = true, .gap = gap}), kAll);
+  }
+  // Lines at multiples of 16, 8 and 4 bytes that end within 16, 8 or 4.
+  for (const auto& [free, gap] : {std::pair{37, 3}, {37, 7}, {37, 1}, {38, 6}, {38, 4}}) {
+    EXPECT_EQ(check({.free = free, .gap = gap}), kAll);
   }
 }
 

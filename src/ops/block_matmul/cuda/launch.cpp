@@ -549,6 +549,24 @@ double copied_bytes(const Problem& problem) {
   return bytes;
 }
 
+/// Tiles of an spmm that a CTA has, at most.
+double turns_of(const Problem& problem, const Context& context, int tile) {
+  const Shape shape = shape_of(problem);
+  const std::int64_t groups = ceil_div(shape.lines * shape.block_rows, kTileRows) * problem.layout->heads();
+  const std::int64_t tiles = groups * ceil_div(problem.out.cols, tile) * problem.z_out * grid_heads(problem);
+  return static_cast<double>(ceil_div(tiles, driver::device_info(context.device.index).multiprocessors));
+}
+
+/// Elements of a result that is not stored 16 bytes at a time.
+double stored_singly(const Problem& problem) {
+  const Matrix& m = problem.out;
+  const int chunk = 16 / static_cast<int>(size_of(problem.dtype));
+  if (m.data == nullptr || order_of(matrix_arg(m), m.rows, m.cols, chunk).chunks) {
+    return 0;
+  }
+  return static_cast<double>(m.rows * m.cols * problem.z_out * problem.h_out);
+}
+
 }  // namespace
 
 bool portable::fits(const Problem& problem, const Context& context, int tile) {
@@ -577,13 +595,20 @@ cost::Work portable::cost(const Problem& problem, const Context& context, int ti
   const double l2 =
       flops_of(problem) / 2 * static_cast<double>(size_of(problem.dtype)) * (1.0 / kTileRows + 1.0 / tile);
   // A CTA alone: µs, fitted to random products with few columns (bench/results/h200/block_candidates.json).
-  constexpr double kCopy = 3e5;  // bytes per µs
+  constexpr double kCopy = 3e5, kSingles = 4.5e5;  // bytes, elements per µs
   const double copies = copied_bytes(problem);
-  const double alone = problem.kind == Kind::spmm ? 6.2 + depth_of(problem, kTileRows) / 64 * 1.08 * slower : 0;
+  const double singles = stored_singly(problem) / kSingles * cost::kMultiprocessors /
+                         driver::device_info(context.device.index).multiprocessors;
+  const double stages = depth_of(problem, kTileRows) / 64;
+  const double alone = problem.kind == Kind::spmm ? 6.2 + stages * 1.08 * slower : 0;
+  // Where CTAs have several tiles, those of the busiest.
+  const auto [stage, rest] = tile == 128 ? std::pair{0.79, 2.0} : std::pair{1.0, 3.5};
+  const double turns =
+      problem.kind == Kind::spmm ? 6 + turns_of(problem, context, tile) * (stages * stage * slower + rest) : 0;
   return {.memory = operand_bytes(problem) / cost::kMemory,
           .l2 = l2 / cost::kL2,
-          .busiest = std::max(alone, products_us(problem, rate / slower, context)),
-          .serial = copies > 0 ? cost::kNextLaunch + copies / kCopy : 0};
+          .busiest = std::max({alone, turns, products_us(problem, rate / slower, context)}),
+          .serial = singles + (copies > 0 ? cost::kNextLaunch + copies / kCopy : 0)};
 }
 
 void portable::launch(const Problem& problem, Context& context, int tile) {

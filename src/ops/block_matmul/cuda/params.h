@@ -91,9 +91,9 @@ constexpr SmallTile small_tile(int rows, int cols) {
   return {};
 }
 /// CTAs on an SM that a kernel's registers are limited for. What is shifted on its way needs more of them.
-constexpr int small_ctas(int rows, int cols, bool aligned) {
+constexpr int small_ctas(int rows, int cols, int piece) {
   const int ctas = small_tile(rows, cols).ctas();
-  return aligned || ctas < 3 ? ctas : 3;
+  return piece > 2 || ctas < 3 ? ctas : 3;
 }
 
 struct SmallParams {
@@ -107,7 +107,7 @@ struct SmallParams {
   int heads, groups_per_head;            ///< as in Grid
   int block_rows, block_cols, free;
   bool turned;  ///< the result is stored along rows' axis, its unit one
-  bool vector;  ///< and 16 bytes at a time
+  int run;      ///< elements of it that are stored at a time: 8, 4, 2 or 1
 };
 
 /// Copies an array of four dimensions into lines of `line` elements, aligned for the kernels above.

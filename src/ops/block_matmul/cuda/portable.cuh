@@ -43,6 +43,28 @@ struct Target {
   i64 step;
 };
 
+template <typename T>
+__device__ __forceinline__ void store_each(const Target<T>& place, const T* from) {
+#pragma unroll 1
+  for (int e = 0; e < place.count; ++e) {
+    place.to[e * place.step] = from[e];
+  }
+}
+/// At most two, at once where they lie in one word.
+template <typename T>
+__device__ __forceinline__ void store_pair(const Target<T>& place, const T* from) {
+  if (sizeof(T) == 2 && place.count > 1 && place.step == 1 && reinterpret_cast<u64>(place.to) % 4 == 0) {
+    *reinterpret_cast<u32*>(place.to) = *reinterpret_cast<const u32*>(from);
+    return;
+  }
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    if (e < place.count) {
+      place.to[e * place.step] = from[e];
+    }
+  }
+}
+
 /// Rounds the sums into `Bytes` of shared memory, as many lines at a time as fit, and writes them 16 bytes at a time
 /// along rows (or columns, RowsInner) where `vector` allows. `target(line, inner)` finds the place of the chunk that
 /// begins at entry `inner` of a line. `whole`: all chunks count. The memory is free again for all threads.
@@ -99,17 +121,21 @@ __device__ __forceinline__ void store_tile(const warp_sums<Warp>& sums, const Wa
       __syncthreads();
       continue;
     }
+    if (vector) {
 #pragma unroll 1
-    for (int line = line0; line < kTogether; line += kStep) {
-      const T* from = shared + line * kLine + inner;
-      const Target<T> place = target(first + line, inner);
-      if (vector && place.count == kChunk) {
-        *reinterpret_cast<Chunk*>(place.to) = *reinterpret_cast<const Chunk*>(from);
-        continue;
+      for (int line = line0; line < kTogether; line += kStep) {
+        const Target<T> place = target(first + line, inner);
+        if (place.count == kChunk) {
+          *reinterpret_cast<Chunk*>(place.to) = *reinterpret_cast<const Chunk*>(shared + line * kLine + inner);
+        } else {
+          store_each(place, shared + line * kLine + inner);
+        }
       }
+    } else {  // neighbouring lanes store neighbours, so that memory sees whole sectors
 #pragma unroll 1
-      for (int e = 0; e < place.count; ++e) {
-        place.to[e * place.step] = from[e];
+      for (int n = static_cast<int>(threadIdx.x); n < kTogether * kInner / 2; n += kTileThreads) {
+        const int line = n / (kInner / 2), pair = n % (kInner / 2) * 2;
+        store_pair(target(first + line, pair), shared + line * kLine + pair);
       }
     }
     __syncthreads();

@@ -25,14 +25,17 @@ constexpr int kElement = 2;  // bytes
 
 /// What an instance depends on beside the tile.
 struct Access {
-  bool blocks_k, dense_k, aligned;
+  bool blocks_k, dense_k;
+  int piece;  ///< bytes of the dense operand that are copied at a time
 };
+constexpr int kPieces[] = {16, 8, 4, 2};
 
 KernelSpec instance(DType dtype, const SmallTile& tile, const Access& access) {
   const auto flag = [](bool value) { return value ? ", true" : ", false"; };
   return {"ops/block_matmul/cuda/small.cuh",
           std::string("fretwork::spmm_small<") + device_type(dtype) + ", " + std::to_string(tile.rows) + ", " +
-              std::to_string(tile.cols) + flag(access.blocks_k) + flag(access.dense_k) + flag(access.aligned) + ">",
+              std::to_string(tile.cols) + flag(access.blocks_k) + flag(access.dense_k) + ", " +
+              std::to_string(access.piece) + ">",
           tile.ring_bytes()};
 }
 
@@ -44,9 +47,10 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   for (const DType dtype : {DType::f16, DType::bf16}) {
     for (const SmallTile& tile : kSmallTiles) {
       for (const bool blocks_k : {false, true}) {
-        list.push_back(instance(dtype, tile, {blocks_k, true, true}));
-        list.push_back(instance(dtype, tile, {blocks_k, false, true}));
-        list.push_back(instance(dtype, tile, {blocks_k, false, false}));
+        list.push_back(instance(dtype, tile, {blocks_k, true, 16}));
+        for (const int piece : kPieces) {
+          list.push_back(instance(dtype, tile, {blocks_k, false, piece}));
+        }
       }
     }
   }
@@ -54,11 +58,12 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"block_matmul", list_kernels};
 
-constinit KernelTable<128> kernels;
+constinit KernelTable<256> kernels;
 
 const Kernel& kernel_of(DType dtype, std::size_t tile, const Access& access, int device) {
-  const std::size_t which = tile << 4 | (dtype == DType::f16 ? 0u : 8u) | (access.blocks_k ? 4u : 0u) |
-                            (access.dense_k ? 2u : 0u) | (access.aligned ? 1u : 0u);
+  const auto order = access.dense_k ? 4 : std::ranges::find(kPieces, access.piece) - kPieces;
+  const std::size_t which =
+      tile << 5 | (dtype == DType::f16 ? 0u : 16u) | (access.blocks_k ? 8u : 0u) | static_cast<std::size_t>(order);
   return kernels.get(which, device, [&] { return instance(dtype, kSmallTiles[tile], access); });
 }
 
@@ -77,8 +82,11 @@ Readable readable(const Problem& p) {
   const auto free_stride = m.cols == 1 ? 0 : m.col_stride;
   r.dense_k = m.row_stride == 1 && is_aligned(m.data, {free_stride, m.h_stride, m.z_stride}, kElement, 16);
   const bool along = m.col_stride == 1 || m.cols == 1;
-  r.aligned = r.dense_k ||
-              (m.cols % 8 == 0 && along && is_aligned(m.data, {m.row_stride, m.h_stride, m.z_stride}, kElement, 16));
+  const auto copied = [&](int piece) {  // a chunk of 16 bytes is there whole or not at all
+    return (piece < 16 || m.cols % 8 == 0) &&
+           is_aligned(m.data, {m.row_stride, m.h_stride, m.z_stride}, kElement, piece);
+  };
+  r.piece = r.dense_k ? 16 : *std::ranges::find_if(kPieces, copied);  // all is aligned to 2
   r.fits = blocks && (r.dense_k || along);
   return r;
 }
@@ -131,6 +139,22 @@ std::int64_t ctas_of(const Problem& p, const DevicePlan& plan, const SmallTile& 
          grid_heads(p);
 }
 
+/// Whether the result is stored along its rows' axis.
+bool is_turned(const Problem& p) { return p.out.row_stride == 1 && (p.out.col_stride != 1 || p.out.cols == 1); }
+
+/// Elements of the result that can be stored at a time, along its rows' axis or along its columns'.
+int run_of(const Problem& p, bool turned) {
+  const Matrix& out = p.out;
+  const std::int64_t line = turned ? (out.cols == 1 ? 0 : out.col_stride) : out.row_stride;
+  for (const int run : {8, 4, 2}) {
+    const bool whole = turned || (out.col_stride == 1 && out.cols % run == 0);
+    if (whole && is_aligned(out.data, {line, out.z_stride, out.h_stride}, kElement, kElement * run)) {
+      return run;
+    }
+  }
+  return 1;
+}
+
 /// µs, fitted to some thousand random products (bench/results/h200/block_candidates.json). An SM is busy for `stage`
 /// with 64 of K of a tile, and for `cta` with each CTA; a CTA alone takes `start`, and `chain` for 64 of K.
 struct Rates {
@@ -146,13 +170,20 @@ double cost(const Problem& p, const DevicePlan& plan, std::size_t number, const 
   const double cols = static_cast<double>(shape_of(p).block_cols) / 64 / tile.teams();  // stages of a block
   const double ctas = static_cast<double>(ctas_of(p, plan, tile));
   const double stages = ctas * static_cast<double>(p.layout->nnz()) / plan.row_count * cols;
-  // Lines along K arrive faster; what is shifted in registers is not copied far ahead.
-  const double slower = access.dense_k ? 0.8 : access.aligned ? 1 : 2.4;
+  // Lines along K arrive faster; small pieces take more copies, and what is shifted in registers is not copied far
+  // ahead. Results that are stored in small runs take longer as well.
+  const double slower = access.dense_k       ? 0.8
+                        : access.piece == 16 ? 1
+                        : access.piece == 8  ? 1.45
+                        : access.piece == 4  ? 1.9
+                                             : 2.4;
+  const int run = run_of(p, is_turned(p));
+  const double storing = run == 8 ? 1 : run == 4 ? 1.1 : run == 2 ? 1.33 : 2;
   const double traffic = stages * tile.teams() * tile.stage_bytes();
   // A dense operand that L2 cannot hold: block rows fetch their strips at different times, each from memory.
   const double strips = 2 * static_cast<double>(p.right.rows * p.right.cols * p.z_out * p.h_out);
   const double again = strips > 40e6 ? traffic / (static_cast<double>(shape_of(p).block_rows) / tile.rows) : 0;
-  const double busy = stages / multiprocessors * stage * slower + std::ceil(ctas / multiprocessors) * cta;
+  const double busy = stages / multiprocessors * stage * slower + std::ceil(ctas / multiprocessors) * cta * storing;
   const double alone = start + (plan.stride - 1) * cols * chain * slower;
   constexpr double kL2 = 8e6;  // bytes per µs: strips are shared
   const cost::Work work{.memory = std::max(operand_bytes(p), again) / cost::kMemory,
@@ -209,11 +240,8 @@ void launch(const Problem& p, Context& context, int number) {
   params.block_rows = static_cast<int>(block_rows);
   params.block_cols = static_cast<int>(block_cols);
   params.free = static_cast<int>(p.out.cols);
-  const MatrixArg& out = params.out;
-  params.turned = out.row == 1 && (out.col != 1 || p.out.cols == 1);
-  params.vector = params.turned ? is_aligned(out.data, {p.out.cols == 1 ? 0 : out.col, out.z, out.h}, kElement, 16)
-                                : out.col == 1 && p.out.cols % 8 == 0 &&
-                                      is_aligned(out.data, {out.row, out.z, out.h}, kElement, 16);
+  params.turned = is_turned(p);
+  params.run = run_of(p, params.turned);
   kernel_of(p.dtype, static_cast<std::size_t>(number), access, context.device.index)
       .launch(ctas_of(p, *plan, tile), 32 * tile.warps, shared_bytes(*plan, tile), &params, context.stream);
 }

@@ -82,15 +82,24 @@ struct SmallOperand {
     const int count = kAlongK ? (at < left ? 8 : 0) : left - chunk * 8;
     return {units.from[u] + more, units.there[u] ? count : 0, Tile{stage}.chunk(at, chunk)};
   }
-  /// Starts the copies of a stage, if lines are multiples of 16 bytes.
+  /// Starts the copies of a stage, kPiece (16, 8 or 4) bytes at a time. A chunk of 16 is there whole or not at all.
+  template <int kPiece>
   __device__ __forceinline__ void copy(const Units& units, u32 stage) const {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const Source s = source(units, stage, i);
-      copy_async_16(s.to, s.from, s.count > 0);
+      if constexpr (kPiece == 16) {
+        copy_async_16(s.to, s.from, s.count > 0);
+      } else {
+#pragma unroll
+        for (int at = 0; at < 16; at += kPiece) {
+          const int bytes = 2 * s.count - at;
+          copy_async_small<kPiece>(s.to + at, s.from + at / 2, bytes <= 0 ? 0 : bytes < kPiece ? bytes : kPiece);
+        }
+      }
     }
   }
-  /// Where they are not: words are loaded to registers, and shifted to their place on the way to shared memory.
+  /// Lines at odd elements: words are loaded to registers, and shifted to their place on the way to shared memory.
   struct Words {
     u32 word[kEach][5];
   };
@@ -149,41 +158,42 @@ __device__ __forceinline__ void small_store(const Sums& sums, float* shared, con
   const int lines = turned ? cols : kRows, inner = turned ? kRows : cols, line_step = turned ? col_step : row_step;
   const int length = turned ? kRows : kCols;
   const i64 out_line = turned ? p.out.col : p.out.row, out_step = turned ? p.out.row : p.out.col;
-  if (p.vector) {
-    for (int id = thread; id < kRows * kCols / 8; id += Tile::kThreads) {
-      const int at = id % (length / 8) * 8, line = id / (length / 8);
+  const auto store = [&]<int kRun>() {
+    for (int id = thread; id < kRows * kCols / kRun; id += Tile::kThreads) {
+      const int at = id % (length / kRun) * kRun, line = id / (length / kRun);
       if (line >= lines || at >= inner) {
         continue;
       }
-      float sum[8] = {};
+      float sum[kRun] = {};
       for (int t = 0; t < Tile::kTeams; ++t) {
-        const float4* const from = reinterpret_cast<const float4*>(shared + t * team_step + line * line_step + at);
-        const float4 low = from[0], high = from[1];
-        sum[0] += low.x, sum[1] += low.y, sum[2] += low.z, sum[3] += low.w;
-        sum[4] += high.x, sum[5] += high.y, sum[6] += high.z, sum[7] += high.w;
+        const auto part = load_run<float, kRun>(shared + t * team_step + line * line_step + at);
+#pragma unroll
+        for (int e = 0; e < kRun; ++e) {
+          sum[e] += part.at(e);
+        }
       }
-      store_run<T, 8>(out + line * out_line + at, sum);
+      store_run<T, kRun>(out + line * out_line + at * out_step, sum);
     }
-    return;
-  }
-  for (int id = thread; id < kRows * kCols; id += Tile::kThreads) {
-    const int at = id % length, line = id / length;
-    if (line < lines && at < inner) {
-      float sum = 0;
-      for (int t = 0; t < Tile::kTeams; ++t) {
-        sum += shared[t * team_step + line * line_step + at];
-      }
-      out[line * out_line + at * out_step] = narrow<T>(sum);
-    }
+  };
+  switch (p.run) {
+    case 8:
+      return store.template operator()<8>();
+    case 4:
+      return store.template operator()<4>();
+    case 2:
+      return store.template operator()<2>();
+    default:
+      return store.template operator()<1>();
   }
 }
 
-/// kBlocksK, kDenseK: K is the unit axis of op(S)'s blocks, of the dense operand. kAligned: 16 bytes of the dense
-/// operand can be copied at a time.
-template <typename T, int kRows, int kCols, bool kBlocksK, bool kDenseK, bool kAligned>
-__global__ void __launch_bounds__(SmallShape<kRows, kCols>::kThreads, block_matmul::small_ctas(kRows, kCols, kAligned))
+/// kBlocksK, kDenseK: K is the unit axis of op(S)'s blocks, of the dense operand. kPiece: bytes of the dense operand
+/// that can be copied at a time, 16, 8 or 4, or 2 where its lines begin at odd elements.
+template <typename T, int kRows, int kCols, bool kBlocksK, bool kDenseK, int kPiece>
+__global__ void __launch_bounds__(SmallShape<kRows, kCols>::kThreads, block_matmul::small_ctas(kRows, kCols, kPiece))
     spmm_small(const __grid_constant__ block_matmul::SmallParams p) {
   using Tile = SmallShape<kRows, kCols>;
+  constexpr bool kShifted = kPiece == 2;
   extern __shared__ __align__(1024) u8 shared[];
   int2* const table = reinterpret_cast<int2*>(shared + Tile::kTeams * Tile::kStages * Tile::kBytes);
 
@@ -221,9 +231,9 @@ __global__ void __launch_bounds__(SmallShape<kRows, kCols>::kThreads, block_matm
   constexpr int kBlocksBytes = 2 * Tile::kDepth * kRows;
   const auto copy = [&](int n, const auto& sparse_units, const auto& dense_units) {
     if (first(n) < units) {
-      sparse.copy(sparse_units, stage(n));
-      if constexpr (kAligned) {
-        dense.copy(dense_units, stage(n) + kBlocksBytes);
+      sparse.template copy<16>(sparse_units, stage(n));
+      if constexpr (!kShifted) {
+        dense.template copy<kPiece>(dense_units, stage(n) + kBlocksBytes);
       }
     }
     copy_async_commit();
@@ -233,7 +243,7 @@ __global__ void __launch_bounds__(SmallShape<kRows, kCols>::kThreads, block_matm
   for (int n = 0; n < Tile::kStages - 1; ++n) {
     const auto dense_units = find_dense(n);
     copy(n, find_sparse(n), dense_units);
-    if constexpr (!kAligned) {
+    if constexpr (kShifted) {
       if (n < 2 && first(n) < units) {
         dense.load(words, dense_units);
         dense.store(words, dense_units, stage(n) + kBlocksBytes);
@@ -245,7 +255,7 @@ __global__ void __launch_bounds__(SmallShape<kRows, kCols>::kThreads, block_matm
   const int m = warp / Tile::kAcross * Tile::kWarpRows, c = warp % Tile::kAcross * Tile::kWarpCols;
   // Where the next copies begin is worked out one stage ahead, while products run.
   auto sparse_next = find_sparse(Tile::kStages - 1);
-  auto dense_next = find_dense(kAligned ? Tile::kStages - 1 : 2);
+  auto dense_next = find_dense(kShifted ? 2 : Tile::kStages - 1);
 #pragma unroll 1
   for (int n = 0; n * (4 * Tile::kTeams) < units; ++n) {
     copy_async_wait<Tile::kStages - 2>();
@@ -256,8 +266,8 @@ __global__ void __launch_bounds__(SmallShape<kRows, kCols>::kThreads, block_matm
     }
     copy(n + Tile::kStages - 1, sparse_next, dense_next);
     sparse_next = find_sparse(n + Tile::kStages);
-    const bool more = !kAligned && first(n + 2) < units;
-    if constexpr (kAligned) {
+    const bool more = kShifted && first(n + 2) < units;
+    if constexpr (!kShifted) {
       dense_next = find_dense(n + Tile::kStages);
     } else if (more) {
       dense.load(words, dense_next);
@@ -286,7 +296,7 @@ __global__ void __launch_bounds__(SmallShape<kRows, kCols>::kThreads, block_matm
         }
       }
     }
-    if constexpr (!kAligned) {
+    if constexpr (kShifted) {
       if (more) {
         dense.store(words, dense_next, stage(n + 2) + kBlocksBytes);
       }

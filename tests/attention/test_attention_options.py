@@ -25,6 +25,7 @@ ALIGNED = {  # rows of a bias begin at multiples of 16 bytes, but tiles are cut
     "causal": lambda: P.causal((200, 264)),
     "full": lambda: P.full((136, 144)),
     "window": lambda: P.sliding_window(328, 40, 20),
+    "odd window": lambda: P.sliding_window(328, 43, 21),  # tiles begin at any key
     "longformer": lambda: P.longformer(208, 20, [3, 150]),
     "late": lambda: P.sliding_window((40, 304), 60, 0),
     "empty rows": lambda: P.causal((200, 136)),

@@ -159,7 +159,7 @@ ScoredFiveProductParams five_product_params(const BackwardProblem& b, const Five
   if (score_of(p) != 0) {
     const DeviceComponent& c = five.plan->components.front();
     params.more = score_more(p, 0, c.rows.order, c.cols.order);
-    if (const auto bias = bias_source(p, c.cols.order, c.rows.order)) {
+    if (const auto bias = bias_source(p, c.cols, c.rows)) {
       params.bias = *bias;
       params.prefetch = 1;
     }

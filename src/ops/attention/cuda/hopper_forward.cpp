@@ -45,7 +45,7 @@ std::optional<ForwardLaunch> forward_launch(const Problem& p, const HeadRange& r
     params.more.tops = tops;
   }
   KernelConfig config = config_of(Pass::forward, p, prepared, at, !seen.empty());
-  if (const auto bias = pack == 1 ? bias_source(p, c.rows.order, c.cols.order) : std::nullopt) {
+  if (const auto bias = pack == 1 ? bias_source(p, c.rows, c.cols) : std::nullopt) {
     params.bias = *bias;
     config.extras.score |= kBiasTiles;
   }

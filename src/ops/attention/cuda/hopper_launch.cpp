@@ -164,11 +164,11 @@ unsigned score_of(const Problem& p) {
          (p.dropout.rate > 0 ? kDropout : 0);
 }
 
-std::optional<BiasSource> bias_source(const Problem& p, const Order& queries, const Order& keys) {
+std::optional<BiasSource> bias_source(const Problem& p, const Side& queries, const Side& keys) {
   const Bias& b = p.bias;
   const std::int64_t head = p.heads > 1 ? b.head : 0, batch = p.batch > 1 ? b.batch : 0;
   if (b.data == nullptr || b.dtype == DType::f32 || b.col != 1 || b.row <= 0 || head < 0 || batch < 0 ||
-      !is_line(queries) || !is_line(keys) || !has_groups(p, 8)) {
+      !is_line(queries.order) || !is_line(keys.order) || queries.unit == 0 || keys.unit < 8 || !has_groups(p, 8)) {
     return std::nullopt;
   }
   const auto size = [](std::int64_t stride, std::int64_t count) {

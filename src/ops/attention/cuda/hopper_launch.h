@@ -71,10 +71,6 @@ unsigned score_of(const Problem& p);
 /// What they need; heads are those from `first` on. The rows of the component are keys, or else its columns.
 ScoreMore score_more(const Problem& p, std::int64_t first, const Order& rows, const Order& cols);
 
-/// The bias of a component's tiles for the copy engine, if that can bring them: 16 bits, neighbouring keys and queries
-/// in a tile, a matrix for each head or batch element or for all.
-std::optional<BiasSource> bias_source(const Problem& p, const Order& queries, const Order& keys);
-
 /// What makes the gradients of keys and values, or of queries.
 std::vector<Pass> backward_passes(const Columns& columns, bool keys);
 
@@ -110,9 +106,14 @@ struct Side {
   Order order;
   std::int64_t shift = 0;
   std::size_t tiles = 0, tokens = 0, used = 0;  ///< where they are in the plan's memory
+  int unit = 8;  ///< tiles begin with tokens that are multiples of 8, or of 1; 0: some have none at their first place
 
   int places() const { return order.extent[0] * order.extent[1] * order.extent[2]; }
 };
+
+/// The bias of a component's tiles for the copy engine, if that can bring them: 16 bits, neighbouring keys and queries
+/// in a tile that begins at a multiple of 16 bytes, a matrix for each head or batch element or for all.
+std::optional<BiasSource> bias_source(const Problem& p, const Side& queries, const Side& keys);
 
 struct DeviceComponent {
   Side rows, cols;

@@ -51,7 +51,9 @@ Side make_side(const Order& order, const std::vector<Tile>& tiles, int places, U
     for (std::size_t k = 0; k < kTileAxes; ++k) {
       box.skip[k] = order.extent[k] - tile.count[k];
     }
-    write_tokens(order, tile, tokens.data() + boxes.size() * static_cast<std::size_t>(places));
+    int* const own = tokens.data() + boxes.size() * static_cast<std::size_t>(places);
+    write_tokens(order, tile, own);
+    side.unit = own[0] < 0 ? 0 : std::min(side.unit, own[0] % 8 == 0 ? 8 : 1);
     boxes.push_back(box);
     used.push_back(tile.used);
   }

@@ -379,6 +379,13 @@ struct BackwardQueries {
         }
       } else {
         int pending = -1;  // the stage that products in flight still read
+        const auto let_go = [&](int stage) {
+          if constexpr (S::kTokens) {
+            release_lane(empty, stage);
+          } else {
+            release(empty, stage);
+          }
+        };
 #pragma unroll 1
         for (int n = 0; n < note.x; ++n, at.next()) {
           const u32 k = cols + at.stage * 2 * S::kColTile, v = k + S::kColTile;
@@ -411,7 +418,7 @@ struct BackwardQueries {
             scores.drop_some(p.more, tokens, dropped);  // while the tensor cores multiply
           }
           wgmma::wait<1>();
-          release(empty, pending);
+          let_go(pending);
           pending = static_cast<int>(at.stage);
           if constexpr (kScore != 0) {
             if constexpr (K::kCaps) {
@@ -442,7 +449,7 @@ struct BackwardQueries {
           wgmma::commit();
         }
         wgmma::wait<0>();
-        release(empty, pending);
+        let_go(pending);
       }
       named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
       const int part = kSplit ? read_part(shared.parts[items.stage]) : -1;

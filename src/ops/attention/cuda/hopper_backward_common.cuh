@@ -231,7 +231,7 @@ __device__ __forceinline__ void gather_stats(const Params& p, S& shared) {
   });
 }
 
-/// Every lane releases a stage, if it is one: each has read statistics there with loads of its own.
+/// Every lane releases a stage, if it is one: each has read statistics or tokens there with loads of its own.
 __device__ __forceinline__ void release_lane(u32 empty, int stage) {
   if (stage >= 0) {
     mbarrier::arrive(empty + 8 * stage);
@@ -340,7 +340,7 @@ __device__ __forceinline__ void make_barriers(const BackwardParams& p, S& shared
   clear_unplaced(cols, 2 * S::kStages * S::kMostHalves, kStream, p.walk.col_places);
   init_barriers([&] {
     shared.rows.make(1, 8);
-    shared.cols.make(kKeys ? 33 : 1, kKeys ? 256 : 8);
+    shared.cols.make(kKeys ? 33 : 1, kKeys || S::kTokens ? 256 : 8);
   });
   begin_backward(p);
 }

@@ -562,7 +562,11 @@ struct Forward {
           if constexpr (kLarge) {
             scores.template apply<K::kCaps>(p.more, s, tokens, [](int, float) {});
           }
-          shared.k.release(static_cast<int>(at.stage));
+          if constexpr (S::kTokens) {
+            shared.k.release_lane(at.stage);
+          } else {
+            shared.k.release(static_cast<int>(at.stage));
+          }
           cut_read<kGeneral>(s, mask, bits, p.walk.used, used_now, row, -infinity());
           float correction[2];
           rows.template shift<kLarge>(s, s, K::kCaps ? kLog2e : p.scale, correction);
@@ -609,7 +613,7 @@ __device__ __forceinline__ void run_forward(const ForwardParamsOf<kScore>& p, S&
   clear_unplaced(k, S::kStages * (S::kHalves + S::kValueHalves), S::kCols, p.walk.col_places);
   init_barriers([&] {
     shared.q.make(1, 8);
-    shared.k.make(1, 8);
+    shared.k.make(1, S::kTokens ? 256 : 8);  // each lane reads tokens
     shared.v.make(1, 8);
     if constexpr (ScoreKind<kScore>::kTiles) {
       shared.bias[0].make(1, 4);

@@ -309,10 +309,11 @@ TEST_F(AttentionCuda, Patterns) {
 TEST_F(AttentionCuda, Depths) {
   const RegularPtr pattern = patterns::sliding_window(patterns::Seq(150, 170), 60, 20);
   for (const DType dtype : kTypes) {
-    for (const Index depth : {1, 8, 20, 33, 40, 64, 80, 96, 128, 160, 192, 256}) {
+    for (const Index depth : {1, 8, 20, 33, 40, 64, 80, 96, 128, 160, 192, 256, 264, 330, 384, 512}) {
       check({.patterns = {pattern}, .dtype = dtype, .depth = depth}, "window");
     }
-    for (const auto& [depth, wide] : {std::pair<Index, Index>{192, 128}, {64, 128}, {256, 64}, {40, 7}}) {
+    for (const auto& [depth, wide] :
+         {std::pair<Index, Index>{192, 128}, {64, 128}, {256, 64}, {40, 7}, {320, 512}, {512, 64}, {64, 300}}) {
       check({.patterns = {pattern}, .dtype = dtype, .depth = depth, .value_depth = wide}, "two depths");
     }
   }
@@ -328,6 +329,9 @@ TEST_F(AttentionCuda, Heads) {
     check({.patterns = {a, b, a, c}, .dtype = dtype, .batch = 2, .heads = 4, .kv_heads = 2, .poison = true},
           "a pattern each, groups");
     check({.patterns = {a, c, a, c}, .dtype = dtype, .heads = 4, .kv_heads = 2, .depth = 192}, "the same, deep");
+    check(
+        {.patterns = {a, b, a, c}, .dtype = dtype, .batch = 2, .heads = 4, .kv_heads = 2, .depth = 320, .poison = true},
+        "the same, deeper");
   }
 }
 
@@ -353,13 +357,15 @@ TEST_F(AttentionCuda, Extras) {
         x.dropout = 0.1;
         x.bias = {2, 4, 130, 150};
       });
-      with("all, deep", [](Case& x) {
-        x.softcap = 3;
-        x.slopes = x.d_lse = true;
-        x.dropout = 0.1;
-        x.bias = {2, 4, 130, 150};
-        x.depth = 160;
-      });
+      for (const Index depth : {160, 300}) {
+        with("all, deep", [&](Case& x) {
+          x.softcap = 3;
+          x.slopes = x.d_lse = true;
+          x.dropout = 0.1;
+          x.bias = {2, 4, 130, 150};
+          x.depth = depth;
+        });
+      }
     }
   }
 }
@@ -387,7 +393,7 @@ TEST_F(AttentionCuda, Strides) {
   const RegularPtr pattern = patterns::strided(patterns::Seq(150), 16);
   for (const Lay lay : {Lay::heads_inside, Lay::odd}) {
     for (const DType dtype : kTypes) {
-      for (const Index depth : {64, 36}) {
+      for (const Index depth : {64, 36, 300}) {
         check({.patterns = {pattern}, .dtype = dtype, .batch = 2, .depth = depth, .lay = lay}, "strides");
       }
     }

@@ -21,7 +21,7 @@ using attention_op::Problem;
 
 constexpr const char* kForward = "attention";
 constexpr const char* kBackward = "attention_backward";
-constexpr std::int64_t kMostDepth = 256;  // of a GPU's kernels
+constexpr std::int64_t kMostDepth = 512;  // of a GPU's kernels
 
 Operand operand(const ConstTensorView& t) {
   return {operand_data(t), t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
@@ -85,7 +85,7 @@ std::vector<RegularPtr> check_patterns(const char* op, std::span<const PatternPt
 void check_depth(const char* op, const char* argument, const ConstTensorView& t, const Context& context) {
   const bool cuda = context.device.type == DeviceType::cuda;
   if (t.size(3) < 1 || (cuda && t.size(3) > kMostDepth)) {
-    throw Error(op, argument, cuda ? "a last dimension of 1 to 256" : "a last dimension of at least 1",
+    throw Error(op, argument, cuda ? "a last dimension of 1 to 512" : "a last dimension of at least 1",
                 shape_text(t.shape()));
   }
 }

@@ -205,6 +205,8 @@ struct CopyParams {
   long long sizes[4], from_strides[4], to_strides[4];
   float value;
 };
+/// attention_sum has a thread for sums of up to so many elements, a CTA for others.
+inline constexpr int kShortSum = 64;
 
 /// A kernel's tile and what it takes to run it.
 struct KernelShape {
@@ -215,17 +217,23 @@ constexpr int line_bytes(int depth) { return (2 * depth + 127) / 128 * 128; }
 /// Bytes of a tile of results on their way out, in float.
 constexpr int staging_bytes(int rows, int depth) { return rows * 4 * (depth + 8); }
 constexpr int larger(int a, int b) { return a > b ? a : b; }
+/// Rows of more than 256 entries lie in two parts, one tile behind the other. Registers have room for the sums of one:
+/// two warps have the same rows, both make their scores, and each sums one part.
+constexpr int parts_of(int depth) { return depth > 256 ? 2 : 1; }
 /// Up to 128 entries of a row a warp has 32 queries, so that it reads keys and values half as often; beyond, its sums
-/// leave room for 16. What extras do to each score is long: few scores at a time.
+/// leave room for 16. What extras do to each score is long: few scores at a time. Above 256 entries tiles fit 99 KB.
 constexpr KernelShape forward_shape(int depth, bool extras) {
-  const int cols = extras ? 32 : 64;
-  return {128, cols, depth <= 128 && !extras ? 4 : 8,
-          larger((128 + 2 * cols) * line_bytes(depth), staging_bytes(128, depth))};
+  const int rows = depth > 256 ? 32 : 128, cols = extras || depth > 256 ? 32 : 64;
+  const int warps = depth > 256 ? rows / 16 * parts_of(depth) : depth <= 128 && !extras ? 4 : 8;
+  return {rows, cols, warps, larger((rows + 2 * cols) * line_bytes(depth), staging_bytes(rows, depth))};
 }
 /// Rows of more than 128 entries: both gradients of a key do not fit into registers, and are made one after the other.
+/// Of more than 256: there is room for one stage of columns.
+constexpr int backward_stages(int depth) { return depth > 256 ? 1 : 2; }
 constexpr KernelShape backward_shape(int depth, bool extras) {
-  const int rows = depth > 128 ? 64 : 128, cols = depth > 128 || extras ? 32 : 64;
-  return {rows, cols, rows / 16, larger((2 * rows + 4 * cols) * line_bytes(depth), staging_bytes(rows, depth))};
+  const int rows = depth > 256 ? 32 : depth > 128 ? 64 : 128, cols = depth > 128 || extras ? 32 : 64;
+  return {rows, cols, rows / 16 * parts_of(depth),
+          larger((2 * rows + 2 * backward_stages(depth) * cols) * line_bytes(depth), staging_bytes(rows, depth))};
 }
 /// Of kernels for the gradient of a bias: two stages of two matrices for rows and columns.
 constexpr KernelShape bias_shape(int depth) {
@@ -233,11 +241,12 @@ constexpr KernelShape bias_shape(int depth) {
   return {rows, cols, rows / 16, 4 * (rows + cols) * line_bytes(depth)};
 }
 /// Of the kernels in float; `tiles` of them in shared memory. Lines are padded so that they begin in different banks.
-/// With tf32, 64 columns of results pass through it as well.
+/// With tf32, 64 columns of results pass through it as well. Rows of more than 256 entries come in slices.
 inline constexpr int kResultLine = 68;
+constexpr int simple_slice(int depth) { return depth > 256 ? 128 : depth; }
 constexpr KernelShape simple_shape(int depth, int tiles, bool tf32 = false) {
   const int side = depth <= 128 ? 64 : 32;
-  return {side, side, 8, 4 * side * (tiles * (depth + 4) + side + 4 + (tf32 ? kResultLine : 0))};
+  return {side, side, 8, 4 * side * (tiles * (simple_slice(depth) + 4) + side + 4 + (tf32 ? kResultLine : 0))};
 }
 
 }  // namespace fretwork::attention_op

@@ -20,16 +20,16 @@ namespace fretwork::attention_op {
 namespace {
 
 using portable::score_arg;
-
 namespace driver = fretwork::cuda;
 
 constexpr const char* kForwardSource = "ops/attention/cuda/portable.cuh";
 constexpr const char* kBackwardSource = "ops/attention/cuda/portable_backward.cuh";
 constexpr const char* kSimpleSource = "ops/attention/cuda/simple.cuh";
 constexpr const char* kRowsSource = "ops/attention/cuda/rows.cuh";
-constexpr int kDepths[] = {32, 64, 96, 128, 192, 256};  // of 16-bit kernels
-constexpr int kSimpleDepths[] = {64, 128, 256};
-constexpr int kTables = 4096;  // more than a kernel's static shared memory
+constexpr int kDepths[] = {32, 64, 96, 128, 192, 256, 384, 512};  // of 16-bit kernels
+constexpr int kSimpleDepths[] = {64, 128, 256, 512};
+constexpr int kMostBiasDepth = 256;  // of attention_bias_gradient
+constexpr int kTables = 4096;        // more than a kernel's static shared memory
 
 // -------------------------------------------------------------------------------------------------- kernels
 
@@ -126,7 +126,7 @@ struct BiasKernel {
 
   static BiasKernel of(const Problem& p, bool keys, bool row_sums, const Context& context) {
     const std::int64_t deepest = std::max(p.depth, p.value_depth);
-    if (p.dtype != DType::f32) {
+    if (p.dtype != DType::f32 && deepest <= kMostBiasDepth) {
       const bool extras = p.softcap > 0 || p.slopes.data != nullptr || p.dropout.rate > 0;
       const BiasKernel made{p.dtype, depth_for(kDepths, deepest), false, keys, row_sums, extras};
       if (made.shape().shared_bytes <= driver::device_info(context.device.index).shared_per_block - 2 * kTables) {
@@ -170,16 +170,16 @@ std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
     for (const int depth : kDepths) {
       for (const bool extras : {false, true}) {
         const auto add = [&](Pass pass) { list.push_back(KernelConfig{pass, dtype, depth, extras}.spec()); };
-        add(Pass::forward);
-        add(Pass::d_queries);
-        for (const auto& [keys, row_sums] : kBiasKernels) {
-          list.push_back(BiasKernel{dtype, depth, false, keys, row_sums, extras}.spec());
+        for (const Pass pass : {Pass::forward, Pass::d_queries, depth <= 128 ? Pass::d_keys_values : Pass::d_keys}) {
+          add(pass);
         }
-        if (depth <= 128) {
-          add(Pass::d_keys_values);
-        } else {
-          add(Pass::d_keys);
+        if (depth > 128) {
           add(Pass::d_values);
+        }
+        for (const auto& [keys, row_sums] : kBiasKernels) {
+          if (depth <= kMostBiasDepth) {
+            list.push_back(BiasKernel{dtype, depth, false, keys, row_sums, extras}.spec());
+          }
         }
       }
     }
@@ -533,8 +533,9 @@ void add_up_rows(const Given& given, const BiasPlan& of, std::span<const Pattern
                        {batch, head, both ? 1 : line, 1},
                        {b.d_bias.batch, b.d_bias.head, 0, both ? 0 : out},
                        0.0f};
+  const std::int64_t sums = of.sizes.batch * of.sizes.heads * (both ? 1 : line);
   get_kernel(sum_spec(b.d_bias.dtype), context.device.index)
-      .launch(of.sizes.batch * of.sizes.heads * (both ? 1 : line), 256, 0, &sum, context.stream);
+      .launch(count <= kShortSum ? ceil_div(sums, 256) : sums, 256, 0, &sum, context.stream);
 }
 
 /// Each element's sum: straight to where it belongs if all heads have the same pattern, since then it is made once.

@@ -1,5 +1,5 @@
-// Attention on mma.sync and cp.async (sm_80 and later), 16-bit types. A CTA owns 128 queries. There is one tile for
-// keys and one for values: while one is multiplied, the other is loaded.
+// Attention on mma.sync and cp.async (sm_80 and later), 16-bit types. A CTA owns 128 queries (32 above a head dim of
+// 256). There is one tile for keys and one for values: while one is multiplied, the other is loaded.
 #pragma once
 
 #include "ops/attention/cuda/products.cuh"
@@ -19,7 +19,8 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
     attention_forward(const __grid_constant__ attention_op::ForwardParams p) {
   constexpr auto kShape = attention_op::forward_shape(Depth, Extras);
   constexpr int kRows = kShape.rows, kCols = kShape.cols, kThreads = 32 * kShape.warps;
-  constexpr int kFrags = kRows / 16 / kShape.warps, kLine = attention_op::line_bytes(Depth);
+  constexpr int kParts = attention_op::parts_of(Depth), kPart = Depth / kParts, kRowWarps = kShape.warps / kParts;
+  constexpr int kFrags = kRows / 16 / kRowWarps, kLine = attention_op::line_bytes(kPart);
   extern __shared__ __align__(1024) u8 memory[];
   __shared__ Tables<kRows, kCols> tables;
   __shared__ Item whose;           // for the end: no register is kept for it
@@ -30,7 +31,8 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
     whose = item;
   }
   const int key_head = item.head / p.heads.ratio;
-  const shared_tile<kLine> q{shared_address(memory)}, k{q.base + kRows * kLine}, v{k.base + kCols * kLine};
+  const shared_tile<kLine> q{shared_address(memory)}, k{q.base + kParts * kRows * kLine},
+      v{k.base + kParts * kCols * kLine};
   tables.fill(p.plan, item.tile);
   __syncthreads();
   if constexpr (Extras) {
@@ -41,11 +43,11 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
 
   const u8* const keys = head_of<T>(p.k, item.batch, key_head);
   const u8* const values = head_of<T>(p.v, item.batch, key_head);
-  const ColumnCopies<T, Depth, kCols, kThreads, kLine> key_copies(k, p.depth), value_copies(v, p.value_depth);
+  const PartCopies<T, Depth, kCols, kThreads, kLine> key_copies(k, p.depth), value_copies(v, p.value_depth);
   key_copies.clear(keys);
   value_copies.clear(values);
-  copy_lines<T, Depth, kRows, kThreads, 4>(q, head_of<T>(p.q, item.batch, item.head), p.q.row, p.depth,
-                                           [&](int n) { return tables.token[n]; });
+  copy_parts<T, Depth, kRows, kThreads>(q, head_of<T>(p.q, item.batch, item.head), p.q.row, p.depth,
+                                        [&](int n) { return tables.token[n]; });
   Walk<false> walk(p.plan, item.tile, 1, item.batch);
   Step now = walk.take();
   if (now.there()) {
@@ -55,12 +57,14 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
   now.settle();
 
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp_row = static_cast<int>(threadIdx.x) / 32 * (16 * kFrags);
+  const int warp = static_cast<int>(threadIdx.x) / 32, part = kParts > 1 ? warp / kRowWarps : 0;
+  const int warp_row = (kParts > 1 ? warp % kRowWarps : warp) * (16 * kFrags);
   const auto row_of = [&](int i, int half) { return warp_row + 16 * i + 8 * half + lane / 4; };
-  const auto q_at = kept(fragments_across(q, warp_row)), v_at = kept(fragments_across(v, 0));
+  const auto q_at = kept(fragments_across(q, warp_row));
+  const auto v_at = kept(fragments_across(v, 0) + static_cast<u32>(part * kCols * kLine));
   const auto k_at = kept(fragments_along(k));
   const Score<Extras> score = score_of<Extras>(p.score, item.batch, item.head, p.heads.all);
-  register_sums<kFrags, Depth / 8> out = {};
+  register_sums<kFrags, kPart / 8> out = {};
   float from[kFrags][2], total[kFrags][2];  // the lowest: no key yet
 #pragma unroll
   for (int i = 0; i < kFrags; ++i) {
@@ -76,7 +80,10 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
     copy_async_commit();
     const Step next = walk.take();
     register_sums<kFrags, kCols / 8> s = {};
-    multiply_lines<T, Depth, kFrags, kCols>(s, q_at, k_at);
+#pragma unroll
+    for (int n = 0; n < kParts; ++n) {
+      multiply_lines<T, kPart, kFrags, kCols>(s, q_at + n * kRows * kLine, k_at + n * kCols * kLine);
+    }
     copy_async_wait<0>();
     __syncthreads();  // the values are here, and the keys are done with
     if (next.there()) {
@@ -120,7 +127,7 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
           from[i][half] = to;
           total[i][half] *= shrink;
 #pragma unroll
-          for (int j = 0; j < Depth / 8; ++j) {
+          for (int j = 0; j < kPart / 8; ++j) {
             out.at[i][j][2 * half] *= shrink;
             out.at[i][j][2 * half + 1] *= shrink;
           }
@@ -150,7 +157,7 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
       }
       shares[block][i][e] = narrow_pair<T>(x[0], x[1]);
     }
-    multiply_across<T, Depth, kFrags, kCols>(out, shares, v_at);
+    multiply_across<T, kPart, kFrags, kCols>(out, shares, v_at);
 #pragma unroll
     for (int i = 0; i < kFrags; ++i) {
       total[i][0] += sum[i][0];
@@ -163,11 +170,15 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
   __syncthreads();  // the tiles are done with
   const float kept = Extras ? p.score.kept : 1.0f;
   const Staging<Depth> staging{reinterpret_cast<float*>(memory)};
-  staging.put(out, warp_row, [&](int i, int half) {
+  staging.put(out, warp_row, part * kPart, [&](int i, int half) {
     const float sum = reduce_lanes<4>(total[i][half], take_sum{});
     const Merge merge(score, p, whose, tables.token[row_of(i, half)], {from[i][half], sum});
-    __syncwarp();
-    if (lane % 4 == 0) {
+    if constexpr (kParts > 1) {
+      __syncthreads();
+    } else {
+      __syncwarp();
+    }
+    if (lane % 4 == 0 && part == 0) {
       merge.store();
       before[row_of(i, half)] = merge.writes && p.o.data != nullptr ? merge.before : -1.0f;
     }

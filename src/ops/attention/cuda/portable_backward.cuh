@@ -10,15 +10,15 @@
 namespace fretwork {
 
 /// Writes a gradient, or adds it to what is there in float.
-template <typename T, int Depth, int Rows, int Threads>
-__device__ __forceinline__ void store_gradient(const register_sums<1, Depth / 8>& sums, const Staging<Depth>& staging,
+template <typename T, int Depth, int Rows, int Threads, int Eights>
+__device__ __forceinline__ void store_gradient(const register_sums<1, Eights>& sums, const Staging<Depth>& staging,
                                                const OutputArg& out, const Item& item, const int* tokens, int warp_row,
-                                               int depth, float factor, bool add) {
+                                               int warp_col, int depth, float factor, bool add) {
   if (out.data == nullptr) {
     return;
   }
   __syncthreads();  // what was there is done with
-  staging.put(sums, warp_row, [&](int, int) { return factor; });
+  staging.put(sums, warp_row, warp_col, [&](int, int) { return factor; });
   __syncthreads();
   staging.template each<Rows, Threads>(depth, [&](int row, int col, float(&x)[8]) {
     if (tokens[row] >= 0) {
@@ -33,7 +33,9 @@ __global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extra
     attention_backward(const __grid_constant__ attention_op::BackwardParams p) {
   constexpr auto kShape = attention_op::backward_shape(Depth, Extras);
   constexpr int kRows = kShape.rows, kCols = kShape.cols, kThreads = 32 * kShape.warps;
-  constexpr int kLine = attention_op::line_bytes(Depth), kTileBytes = kCols * kLine;
+  constexpr int kParts = attention_op::parts_of(Depth), kPart = Depth / kParts;
+  constexpr bool kTwoStages = attention_op::backward_stages(Depth) == 2;
+  constexpr int kLine = attention_op::line_bytes(kPart), kPartBytes = kCols * kLine, kTileBytes = kParts * kPartBytes;
   extern __shared__ __align__(1024) u8 memory[];
   __shared__ Tables<kRows, kCols> tables;
   using Stats = typename Score<Extras>::Stats;
@@ -41,8 +43,8 @@ __global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extra
 
   const Item item = item_of(p.plan, p.heads, Keys);
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
-  const shared_tile<kLine> first{shared_address(memory)}, second{first.base + kRows * kLine};
-  const u32 ring = second.base + kRows * kLine;
+  const shared_tile<kLine> first{shared_address(memory)}, second{first.base + kParts * kRows * kLine};
+  const u32 ring = second.base + kParts * kRows * kLine;
   tables.fill(p.plan, item.tile, p.padding, item.batch);
   __syncthreads();
 
@@ -57,10 +59,10 @@ __global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extra
     return static_cast<const Stats*>(p.stats) + (static_cast<i64>(item.batch) * p.heads.all + head) * p.queries;
   };
   const shared_tile<kLine> columns{ring};
-  const ColumnCopies<T, Depth, kCols, kThreads, kLine> first_copies(columns, p.depth),
+  const PartCopies<T, Depth, kCols, kThreads, kLine> first_copies(columns, p.depth),
       second_copies(columns, p.value_depth);
 #pragma unroll
-  for (u32 stage = 0; stage < 2; ++stage) {
+  for (u32 stage = 0; stage < (kTwoStages ? 2 : 1); ++stage) {
     first_copies.clear(static_cast<const u8*>(p.first.data), stage * 2 * kTileBytes);
     second_copies.clear(static_cast<const u8*>(p.first.data), (stage * 2 + 1) * kTileBytes);
   }
@@ -83,10 +85,10 @@ __global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extra
   };
 
   const auto row_token = [&](int n) { return tables.token[n]; };
-  copy_lines<T, Depth, kRows, kThreads, 4>(first, head_of<T>(p.first, item.batch, item.head), p.first.row, p.depth,
-                                           row_token);
-  copy_lines<T, Depth, kRows, kThreads, 4>(second, head_of<T>(p.second, item.batch, item.head), p.second.row,
-                                           p.value_depth, row_token);
+  copy_parts<T, Depth, kRows, kThreads>(first, head_of<T>(p.first, item.batch, item.head), p.first.row, p.depth,
+                                        row_token);
+  copy_parts<T, Depth, kRows, kThreads>(second, head_of<T>(p.second, item.batch, item.head), p.second.row,
+                                        p.value_depth, row_token);
   if constexpr (!Keys) {
     for (int n = thread; n < kRows; n += kThreads) {
       stats[0][n] = tables.token[n] >= 0 ? stats_of(item.head)[tables.token[n]] : Stats{infinity(), 0.0f};
@@ -100,27 +102,38 @@ __global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extra
   copy_async_commit();
   Step next = walk.take();
 
-  const int warp_row = __shfl_sync(~0u, thread / 32, 0) * 16;
-  register_sums<1, First ? Depth / 8 : 1> d_first = {};
-  register_sums<1, Second ? Depth / 8 : 1> d_second = {};
-  const auto first_at = kept(fragments_across(first, warp_row)), across = kept(fragments_across(columns, 0));
+  const int warp = __shfl_sync(~0u, thread / 32, 0), part = kParts > 1 ? warp / (kRows / 16) : 0;
+  const int warp_row = (kParts > 1 ? warp % (kRows / 16) : warp) * 16;
+  register_sums<1, First ? kPart / 8 : 1> d_first = {};
+  register_sums<1, Second ? kPart / 8 : 1> d_second = {};
+  const auto first_at = kept(fragments_across(first, warp_row));
+  const auto across = kept(fragments_across(columns, 0) + static_cast<u32>(part * kPartBytes));
   const auto along = kept(fragments_along(columns));
   int stage = 0;
 #pragma unroll 1
   while (now.there()) {
     copy_async_wait<0>();
     __syncthreads();  // this stage is here, and the other is done with
-    if (next.there()) {
-      ask(next, stage ^ 1);
+    if constexpr (kTwoStages) {
+      if (next.there()) {
+        ask(next, stage ^ 1);
+      }
+      copy_async_commit();
     }
-    copy_async_commit();
     const Step later = walk.take();
     const u32 here = static_cast<u32>(stage) * 2 * kTileBytes;
 
     register_sums<1, kCols / 8> s = {}, g = {};  // scores and their gradients
-    multiply_lines<T, Depth, 1, kCols>(s, first_at, along + here);
+#pragma unroll
+    for (int n = 0; n < kParts; ++n) {
+      multiply_lines<T, kPart, 1, kCols>(s, first_at + n * kRows * kLine, along + (here + n * kPartBytes));
+    }
     if constexpr (First) {
-      multiply_lines<T, Depth, 1, kCols>(g, first_at + kRows * kLine, along + (here + kTileBytes));
+#pragma unroll
+      for (int n = 0; n < kParts; ++n) {
+        multiply_lines<T, kPart, 1, kCols>(g, first_at + (kParts + n) * kRows * kLine,
+                                           along + (here + kTileBytes + n * kPartBytes));
+      }
     }
     const auto stat = [&](int half, int j, int e) {
       return Keys ? stats[stage][8 * j + lane % 4 * 2 + e] : stats[0][warp_row + 8 * half + lane / 4];
@@ -160,24 +173,32 @@ __global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extra
       }
     }
     if constexpr (Second) {
-      multiply_sums<T, Depth, 1, kCols>(d_second, s, across + (here + kTileBytes));
+      multiply_sums<T, kPart, 1, kCols>(d_second, s, across + (here + kTileBytes));
     }
     if constexpr (First) {
-      multiply_sums<T, Depth, 1, kCols>(d_first, g, across + here);
+      multiply_sums<T, kPart, 1, kCols>(d_first, g, across + here);
+    }
+    if constexpr (kTwoStages) {
+      stage ^= 1;
+    } else {
+      __syncthreads();  // the columns are done with
+      if (next.there()) {
+        ask(next, 0);
+      }
+      copy_async_commit();
     }
     now = next;
     next = later;
-    stage ^= 1;
   }
   copy_async_wait<0>();
 
   const Staging<Depth> staging{reinterpret_cast<float*>(memory)};
   if constexpr (First) {
-    store_gradient<T, Depth, kRows, kThreads>(d_first, staging, p.d_first, item, tables.token, warp_row, p.depth,
-                                              p.score.scale, p.add);
+    store_gradient<T, Depth, kRows, kThreads>(d_first, staging, p.d_first, item, tables.token, warp_row, part * kPart,
+                                              p.depth, p.score.scale, p.add);
   }
   if constexpr (Second) {
-    store_gradient<T, Depth, kRows, kThreads>(d_second, staging, p.d_second, item, tables.token, warp_row,
+    store_gradient<T, Depth, kRows, kThreads>(d_second, staging, p.d_second, item, tables.token, warp_row, part * kPart,
                                               p.value_depth, Extras ? p.score.kept : 1.0f, p.add);
   }
 }

@@ -200,9 +200,9 @@ struct Staging {
   static constexpr int kLine = Depth + 8;
   float* data;
 
-  /// A warp's rows, times factor(fragment, half).
-  template <int Frags, typename Factor>
-  __device__ __forceinline__ void put(const register_sums<Frags, Depth / 8>& sums, int warp_row,
+  /// A warp's rows and 8 · Eights columns from `col` on, times factor(fragment, half).
+  template <int Frags, int Eights, typename Factor>
+  __device__ __forceinline__ void put(const register_sums<Frags, Eights>& sums, int warp_row, int col,
                                       const Factor& factor) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
@@ -210,9 +210,9 @@ struct Staging {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float by = factor(i, half);
-        float* const row = data + (warp_row + 16 * i + 8 * half + lane / 4) * kLine + lane % 4 * 2;
+        float* const row = data + (warp_row + 16 * i + 8 * half + lane / 4) * kLine + col + lane % 4 * 2;
 #pragma unroll
-        for (int j = 0; j < Depth / 8; ++j) {
+        for (int j = 0; j < Eights; ++j) {
           *reinterpret_cast<float2*>(row + 8 * j) =
               float2{sums.at[i][j][2 * half] * by, sums.at[i][j][2 * half + 1] * by};
         }

@@ -157,10 +157,15 @@ __global__ void __launch_bounds__(256) attention_copy(const __grid_constant__ at
   }
 }
 
-/// Sums over the third dimension; a CTA for each line. The result's stride there is not looked at.
+/// Sums over the third dimension: a CTA for each line, or a thread if they are short. The result's stride there is not
+/// looked at.
 template <typename To>
 __global__ void __launch_bounds__(256) attention_sum(const __grid_constant__ attention_op::CopyParams p) {
-  i64 left = blockIdx.x, from = 0, to = 0;
+  const bool brief = p.sizes[2] <= attention_op::kShortSum;
+  i64 left = brief ? static_cast<i64>(blockIdx.x) * 256 + threadIdx.x : blockIdx.x, from = 0, to = 0;
+  if (left >= p.sizes[0] * p.sizes[1] * p.sizes[3]) {
+    return;
+  }
   for (const int d : {3, 1, 0}) {
     const i64 at = left % p.sizes[d];
     left /= p.sizes[d];
@@ -168,11 +173,13 @@ __global__ void __launch_bounds__(256) attention_sum(const __grid_constant__ att
     to += at * p.to_strides[d];
   }
   float sum = 0.0f;
-  for (i64 n = threadIdx.x; n < p.sizes[2]; n += 256) {
+  for (i64 n = brief ? 0 : threadIdx.x; n < p.sizes[2]; n += brief ? 1 : 256) {
     sum += static_cast<const float*>(p.from)[from + n * p.from_strides[2]];
   }
-  sum = reduce_block<8>(sum, take_sum{});
-  if (threadIdx.x == 0) {
+  if (!brief) {
+    sum = reduce_block<8>(sum, take_sum{});
+  }
+  if (brief || threadIdx.x == 0) {
     static_cast<To*>(p.to)[to] = narrow<To>(sum);
   }
 }

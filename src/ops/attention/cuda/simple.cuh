@@ -1,6 +1,7 @@
 // Attention and its gradients in fp32, exact on FFMA or in tf32 on the tensor cores; and the gradient of a bias, exact
 // (in 16-bit types where shared memory has no room for attention_bias_gradient). A CTA of 16 × 16 threads owns a square
-// tile: thread (y, x) has rows y + 16·i and columns x + 16·j of the scores.
+// tile: thread (y, x) has rows y + 16·i and columns x + 16·j of the scores. Rows of more than 256 entries come to
+// shared memory in slices, for every product again.
 #pragma once
 
 #include "device/mma.cuh"
@@ -11,8 +12,9 @@ namespace fretwork {
 template <int Depth>
 struct SimpleShape {
   static constexpr int kSide = attention_op::simple_shape(Depth, 1).rows, kEach = kSide / 16, kThreads = 256;
-  static constexpr int kLine = Depth + 4, kScoreLine = kSide + 4;  // as simple_shape counts them
-  static constexpr int kTile = kSide * kLine;                      // floats
+  static constexpr int kSlice = attention_op::simple_slice(Depth), kSlices = Depth / kSlice;
+  static constexpr int kLine = kSlice + 4, kScoreLine = kSide + 4;  // as simple_shape counts them
+  static constexpr int kTile = kSide * kLine;                       // floats
   // In tf32 eight warps share a product: 16 rows for each, kWide columns of scores or kDeep of every 64 results.
   static constexpr int kRowParts = kSide / 16, kColParts = 8 / kRowParts;
   static constexpr int kWide = kSide / kColParts, kDeep = 64 / kColParts;
@@ -25,11 +27,14 @@ using simple_scores = float[SimpleShape<Depth>::kEach][SimpleShape<Depth>::kEach
 template <int Depth>
 using simple_sums = float[SimpleShape<Depth>::kEach][Depth / 64][4];
 
-/// Brings lines to shared memory as floats, zero from `depth` on; `row_of(n)` as for copy_lines.
+/// Brings a slice of lines to shared memory as floats, zero from `depth` on; `row_of(n)` as for copy_lines.
 template <typename T, int Depth, typename RowOf>
-__device__ __forceinline__ void fill_lines(float* tile, const u8* from, int row_bytes, int depth, const RowOf& row_of) {
+__device__ __forceinline__ void fill_lines(float* tile, const u8* from, int row_bytes, int depth, int slice,
+                                           const RowOf& row_of) {
   using Shape = SimpleShape<Depth>;
-  constexpr int kChunks = Depth / chunk_of<T>;
+  constexpr int kChunks = Shape::kSlice / chunk_of<T>;
+  from += slice * Shape::kSlice * static_cast<int>(sizeof(T));
+  depth -= slice * Shape::kSlice;
 #pragma unroll 2
   for (int n = static_cast<int>(threadIdx.x); n < Shape::kSide * kChunks; n += Shape::kThreads) {
     const int row = n / kChunks, col = n % kChunks * chunk_of<T>, token = row_of(row);
@@ -51,9 +56,9 @@ __device__ __forceinline__ void fill_lines(float* tile, const u8* from, int row_
 
 /// A step's column tile likewise.
 template <typename T, int Depth, int Cols>
-__device__ __forceinline__ void fill_columns(float* tile, const u8* from, int row_bytes, int depth, const Step& step,
-                                             const Place (&places)[Cols], const u32* used) {
-  fill_lines<T, Depth>(tile, from, row_bytes, depth, [&](int n) {
+__device__ __forceinline__ void fill_columns(float* tile, const u8* from, int row_bytes, int depth, int slice,
+                                             const Step& step, const Place (&places)[Cols], const u32* used) {
+  fill_lines<T, Depth>(tile, from, row_bytes, depth, slice, [&](int n) {
     const Place place = places[n];
     bool read = is_inside(step.tile.inside, place.at);
     if (step.tile.used >= 0) {
@@ -90,7 +95,27 @@ __device__ __forceinline__ void put_part(const float (&sums)[kCount][4], float* 
   }
 }
 
-/// sums = left·rightᵀ of two tiles of lines. In tf32 they pass through `exchange`.
+/// Calls use(slice) for the slices of `depth` entries; if they take turns in shared memory, fill(slice) brings them.
+/// Unroll where registers are named by the slice.
+template <int Depth, bool Unroll, typename Fill, typename Use>
+__device__ __forceinline__ void each_slice(int depth, const Fill& fill, const Use& use) {
+  using Shape = SimpleShape<Depth>;
+  constexpr int kTogether = Unroll ? Shape::kSlices : 1;
+#pragma unroll(kTogether)
+  for (int slice = 0; slice < Shape::kSlices; ++slice) {
+    if constexpr (Shape::kSlices > 1) {
+      if (slice * Shape::kSlice >= depth) {
+        break;
+      }
+      __syncthreads();  // what was there is done with
+      fill(slice);
+      __syncthreads();
+    }
+    use(slice);
+  }
+}
+
+/// sums += left·rightᵀ of two tiles of lines. In tf32 they pass through `exchange`.
 template <int Depth, bool Tf32 = false>
 __device__ __forceinline__ void dot_lines(simple_scores<Depth>& sums, const float* left, const float* right,
                                           float* exchange = nullptr) {
@@ -100,7 +125,7 @@ __device__ __forceinline__ void dot_lines(simple_scores<Depth>& sums, const floa
     const int warp = static_cast<int>(threadIdx.x) / 32;
     const int row = warp % Shape::kRowParts * 16, col = warp / Shape::kRowParts * Shape::kWide;
     float part[Shape::kWide / 8][4] = {};
-    multiply_part<Shape::kWide / 8, Depth>(
+    multiply_part<Shape::kWide / 8, Shape::kSlice>(
         part, [&](int r, int k) { return left[(row + r) * Shape::kLine + k]; },
         [&](int k, int c) { return right[(col + c) * Shape::kLine + k]; });
     __syncthreads();  // an earlier exchange may still be read
@@ -110,20 +135,13 @@ __device__ __forceinline__ void dot_lines(simple_scores<Depth>& sums, const floa
     for (int i = 0; i < Shape::kEach; ++i) {
 #pragma unroll
       for (int j = 0; j < Shape::kEach; ++j) {
-        sums[i][j] = exchange[(y + 16 * i) * Shape::kScoreLine + x + 16 * j];
+        sums[i][j] += exchange[(y + 16 * i) * Shape::kScoreLine + x + 16 * j];
       }
     }
     return;
   }
-#pragma unroll
-  for (int i = 0; i < Shape::kEach; ++i) {
-#pragma unroll
-    for (int j = 0; j < Shape::kEach; ++j) {
-      sums[i][j] = 0.0f;
-    }
-  }
 #pragma unroll 2
-  for (int d = 0; d < Depth; d += 4) {
+  for (int d = 0; d < Shape::kSlice; d += 4) {
     float4 a[Shape::kEach], b[Shape::kEach];
 #pragma unroll
     for (int i = 0; i < Shape::kEach; ++i) {
@@ -143,12 +161,14 @@ __device__ __forceinline__ void dot_lines(simple_scores<Depth>& sums, const floa
   }
 }
 
-/// sums += scores·lines, the scores of all threads passing through `exchange`; in tf32 the results too, behind them.
+/// sums += scores·lines for a slice, the scores of all threads passing through `exchange`; in tf32 the results too,
+/// behind them.
 template <int Depth, bool Tf32>
 __device__ __forceinline__ void add_lines(simple_sums<Depth>& sums, const simple_scores<Depth>& scores, float* exchange,
-                                          const float* lines) {
+                                          const float* lines, int slice) {
   using Shape = SimpleShape<Depth>;
   const int x = static_cast<int>(threadIdx.x) % 16, y = static_cast<int>(threadIdx.x) / 16;
+  const int first = slice * (Shape::kSlice / 64);
   __syncthreads();  // an earlier exchange may still be read
 #pragma unroll
   for (int i = 0; i < Shape::kEach; ++i) {
@@ -164,7 +184,7 @@ __device__ __forceinline__ void add_lines(simple_sums<Depth>& sums, const simple
     const int warp = static_cast<int>(threadIdx.x) / 32;
     const int row = warp % Shape::kRowParts * 16, col = warp / Shape::kRowParts * Shape::kDeep;
 #pragma unroll
-    for (int c = 0; c < Depth / 64; ++c) {
+    for (int c = 0; c < Shape::kSlice / 64; ++c) {
       float part[Shape::kDeep / 8][4] = {};
       multiply_part<Shape::kDeep / 8, Shape::kSide>(
           part, [&](int r, int k) { return exchange[(row + r) * Shape::kScoreLine + k]; },
@@ -177,10 +197,10 @@ __device__ __forceinline__ void add_lines(simple_sums<Depth>& sums, const simple
 #pragma unroll
       for (int i = 0; i < Shape::kEach; ++i) {
         const float4 more = four_at(results + (y + 16 * i) * kLine + 4 * x);
-        sums[i][c][0] += more.x;
-        sums[i][c][1] += more.y;
-        sums[i][c][2] += more.z;
-        sums[i][c][3] += more.w;
+        sums[i][first + c][0] += more.x;
+        sums[i][first + c][1] += more.y;
+        sums[i][first + c][2] += more.z;
+        sums[i][first + c][3] += more.w;
       }
     }
     return;
@@ -193,14 +213,14 @@ __device__ __forceinline__ void add_lines(simple_sums<Depth>& sums, const simple
       w[i] = exchange[(y + 16 * i) * Shape::kScoreLine + k];
     }
 #pragma unroll
-    for (int c = 0; c < Depth / 64; ++c) {
+    for (int c = 0; c < Shape::kSlice / 64; ++c) {
       const float4 v = four_at(lines + k * Shape::kLine + 4 * x + 64 * c);
 #pragma unroll
       for (int i = 0; i < Shape::kEach; ++i) {
-        sums[i][c][0] += w[i] * v.x;
-        sums[i][c][1] += w[i] * v.y;
-        sums[i][c][2] += w[i] * v.z;
-        sums[i][c][3] += w[i] * v.w;
+        sums[i][first + c][0] += w[i] * v.x;
+        sums[i][first + c][1] += w[i] * v.y;
+        sums[i][first + c][2] += w[i] * v.z;
+        sums[i][first + c][3] += w[i] * v.w;
       }
     }
   }
@@ -242,8 +262,21 @@ __global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ at
   if (is_done(p, item, tables.token)) {
     return;
   }
-  fill_lines<float, Depth>(q, head_of<float>(p.q, item.batch, item.head), p.q.row, p.depth,
-                           [&](int n) { return tables.token[n]; });
+  const auto fill_q = [&](int slice) {
+    fill_lines<float, Depth>(q, head_of<float>(p.q, item.batch, item.head), p.q.row, p.depth, slice,
+                             [&](int n) { return tables.token[n]; });
+  };
+  const auto fill_k = [&](const Step& step, int slice) {
+    fill_columns<float, Depth>(k, head_of<float>(p.k, item.batch, key_head), p.k.row, p.depth, slice, step,
+                               tables.place, p.plan.used);
+  };
+  const auto fill_v = [&](const Step& step, int slice) {
+    fill_columns<float, Depth>(v, head_of<float>(p.v, item.batch, key_head), p.v.row, p.value_depth, slice, step,
+                               tables.place, p.plan.used);
+  };
+  if constexpr (Shape::kSlices == 1) {
+    fill_q(0);
+  }
   const Score<true> score(p.score, item.batch, item.head, p.heads.all);
   simple_sums<Depth> out = {};
   float top[kEach], total[kEach];
@@ -255,14 +288,20 @@ __global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ at
   Walk<false> walk(p.plan, item.tile, 1, item.batch);
 #pragma unroll 1
   for (Step now = walk.take(); now.there(); now = walk.take()) {
-    __syncthreads();
-    fill_columns<float, Depth>(k, head_of<float>(p.k, item.batch, key_head), p.k.row, p.depth, now, tables.place,
-                               p.plan.used);
-    fill_columns<float, Depth>(v, head_of<float>(p.v, item.batch, key_head), p.v.row, p.value_depth, now, tables.place,
-                               p.plan.used);
-    __syncthreads();
-    simple_scores<Depth> s;
-    dot_lines<Depth, Tf32>(s, q, k, exchange);
+    if constexpr (Shape::kSlices == 1) {
+      __syncthreads();
+      fill_k(now, 0);
+      fill_v(now, 0);
+      __syncthreads();
+    }
+    simple_scores<Depth> s = {};
+    each_slice<Depth, false>(
+        p.depth,
+        [&](int slice) {
+          fill_q(slice);
+          fill_k(now, slice);
+        },
+        [&](int) { dot_lines<Depth, Tf32>(s, q, k, exchange); });
     each_simple<Depth>(p.plan, now, [&](int i, int j, bool there) {
       const int row = tables.token[y + 16 * i], col = now.tile.base + tables.place[x + 16 * j].offset;
       float slope;
@@ -295,7 +334,9 @@ __global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ at
         }
       }
     }
-    add_lines<Depth, Tf32>(out, s, exchange, v);
+    each_slice<Depth, true>(
+        p.value_depth, [&](int slice) { fill_v(now, slice); },
+        [&](int slice) { add_lines<Depth, Tf32>(out, s, exchange, v, slice); });
   }
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
@@ -379,10 +420,14 @@ __global__ void __launch_bounds__(256) simple_backward(const __grid_constant__ a
   const Item item = item_of(p.plan, p.heads, Keys);
   tables.fill(p.plan, item.tile, p.padding, item.batch);
   __syncthreads();
-  const auto row_token = [&](int n) { return tables.token[n]; };
-  fill_lines<float, Depth>(first, head_of<float>(p.first, item.batch, item.head), p.first.row, p.depth, row_token);
-  fill_lines<float, Depth>(second, head_of<float>(p.second, item.batch, item.head), p.second.row, p.value_depth,
-                           row_token);
+  const auto fill_rows = [&](float* to, const InputArg& from, int depth, int slice) {
+    fill_lines<float, Depth>(to, head_of<float>(from, item.batch, item.head), from.row, depth, slice,
+                             [&](int n) { return tables.token[n]; });
+  };
+  if constexpr (Shape::kSlices == 1) {
+    fill_rows(first, p.first, p.depth, 0);
+    fill_rows(second, p.second, p.value_depth, 0);
+  }
   simple_sums<Depth> d_first = {};
   float d_second[Keys ? Shape::kEach : 1][Depth / 64][4] = {};
   Walk<Keys> walk(p.plan, item.tile, item.member_count, item.batch);
@@ -391,24 +436,44 @@ __global__ void __launch_bounds__(256) simple_backward(const __grid_constant__ a
     const int member = item.first_member + now.member;
     const int query_head = !Keys ? item.head : p.heads.heads != nullptr ? p.heads.heads[member] : member;
     const int other_head = Keys ? query_head : item.head / p.heads.ratio;
-    __syncthreads();
-    fill_columns<float, Depth>(a, head_of<float>(p.other_first, item.batch, other_head), p.other_first.row, p.depth,
-                               now, tables.place, p.plan.used);
-    fill_columns<float, Depth>(b, head_of<float>(p.other_second, item.batch, other_head), p.other_second.row,
-                               p.value_depth, now, tables.place, p.plan.used);
-    __syncthreads();
-    simple_scores<Depth> s, g;
-    dot_lines<Depth, Tf32>(s, first, a, exchange);
-    dot_lines<Depth, Tf32>(g, second, b, exchange);
+    const auto fill_other = [&](float* to, const InputArg& from, int depth, int slice) {
+      fill_columns<float, Depth>(to, head_of<float>(from, item.batch, other_head), from.row, depth, slice, now,
+                                 tables.place, p.plan.used);
+    };
+    const auto fill_a = [&](int slice) { fill_other(a, p.other_first, p.depth, slice); };
+    const auto fill_b = [&](int slice) { fill_other(b, p.other_second, p.value_depth, slice); };
+    if constexpr (Shape::kSlices == 1) {
+      __syncthreads();
+      fill_a(0);
+      fill_b(0);
+      __syncthreads();
+    }
+    simple_scores<Depth> s = {}, g = {};
+    each_slice<Depth, false>(
+        p.depth,
+        [&](int slice) {
+          fill_rows(first, p.first, p.depth, slice);
+          fill_a(slice);
+        },
+        [&](int) { dot_lines<Depth, Tf32>(s, first, a, exchange); });
+    each_slice<Depth, false>(
+        p.value_depth,
+        [&](int slice) {
+          fill_rows(second, p.second, p.value_depth, slice);
+          fill_b(slice);
+        },
+        [&](int) { dot_lines<Depth, Tf32>(g, second, b, exchange); });
     const Score<true> score(p.score, item.batch, query_head, p.heads.all);
     simple_gradients<Depth>(
         s, g, p.plan, now, score,
         static_cast<const ScoreStats*>(p.stats) + (static_cast<i64>(item.batch) * p.heads.all + query_head) * p.queries,
         Keys, true, tables.token, tables.place);
     if constexpr (Keys) {
-      add_lines<Depth, Tf32>(d_second, s, exchange, b);
+      each_slice<Depth, true>(p.value_depth, fill_b,
+                              [&](int slice) { add_lines<Depth, Tf32>(d_second, s, exchange, b, slice); });
     }
-    add_lines<Depth, Tf32>(d_first, g, exchange, a);
+    each_slice<Depth, true>(p.depth, fill_a,
+                            [&](int slice) { add_lines<Depth, Tf32>(d_first, g, exchange, a, slice); });
   }
   store_simple<Depth>(d_first, p.d_first, item, tables.token, p.depth, p.score.scale, p.add);
   if constexpr (Keys) {
@@ -459,16 +524,22 @@ __global__ void __launch_bounds__(256, 2) bias_gradient(const __grid_constant__ 
         }
         __syncthreads();
         const auto row_token = [&](int m) { return seen[m]; };
-        fill_lines<T, Depth>(first, head_of<T>(p.first, batch, row_head), p.first.row, p.depth, row_token);
-        fill_lines<T, Depth>(second, head_of<T>(p.second, batch, row_head), p.second.row, p.value_depth, row_token);
-        fill_columns<T, Depth>(a, head_of<T>(p.other_first, batch, col_head), p.other_first.row, p.depth, step,
-                               tables.place, p.plan.used);
-        fill_columns<T, Depth>(b, head_of<T>(p.other_second, batch, col_head), p.other_second.row, p.value_depth, step,
-                               tables.place, p.plan.used);
-        __syncthreads();
-        simple_scores<Depth> s, g;
-        dot_lines<Depth>(s, first, a);
-        dot_lines<Depth>(g, second, b);
+        const auto fill = [&](float* rows, const InputArg& row, float* cols, const InputArg& col, int depth,
+                              int slice) {
+          fill_lines<T, Depth>(rows, head_of<T>(row, batch, row_head), row.row, depth, slice, row_token);
+          fill_columns<T, Depth>(cols, head_of<T>(col, batch, col_head), col.row, depth, slice, step, tables.place,
+                                 p.plan.used);
+        };
+        const auto fill_first = [&](int slice) { fill(first, p.first, a, p.other_first, p.depth, slice); };
+        const auto fill_second = [&](int slice) { fill(second, p.second, b, p.other_second, p.value_depth, slice); };
+        if constexpr (Shape::kSlices == 1) {
+          fill_first(0);
+          fill_second(0);
+          __syncthreads();
+        }
+        simple_scores<Depth> s = {}, g = {};
+        each_slice<Depth, false>(p.depth, fill_first, [&](int) { dot_lines<Depth>(s, first, a); });
+        each_slice<Depth, false>(p.value_depth, fill_second, [&](int) { dot_lines<Depth>(g, second, b); });
         const Score<true> score(p.score, batch, head, p.all);
         simple_gradients<Depth>(s, g, p.plan, step, score,
                                 p.stats + (static_cast<i64>(batch) * p.all + head) * p.queries, Keys, false, seen,

@@ -385,6 +385,41 @@ class ColumnCopies {
   int bytes_;  ///< of 16, those that are read; −1: this thread copies nothing
 };
 
+/// The same of tiles in parts (attention_op::parts_of), one behind the other.
+template <typename T, int Depth, int Rows, int Threads, int Bytes, typename RowOf>
+__device__ __forceinline__ void copy_parts(const shared_tile<Bytes>& tile, const u8* from, int row_bytes, int depth,
+                                           const RowOf& row_of) {
+  constexpr int kParts = attention_op::parts_of(Depth), kPart = Depth / kParts;
+#pragma unroll
+  for (int n = 0; n < kParts; ++n) {
+    copy_lines<T, kPart, Rows, Threads, 4>(shared_tile<Bytes>{tile.base + n * Rows * Bytes},
+                                           from + n * kPart * static_cast<int>(sizeof(T)), row_bytes, depth - n * kPart,
+                                           row_of);
+  }
+}
+template <typename T, int Depth, int Cols, int Threads, int Bytes, int kParts = attention_op::parts_of(Depth)>
+class PartCopies : public ColumnCopies<T, Depth, Cols, Threads, Bytes> {
+  using ColumnCopies<T, Depth, Cols, Threads, Bytes>::ColumnCopies;
+};
+template <typename T, int Depth, int Cols, int Threads, int Bytes>
+class PartCopies<T, Depth, Cols, Threads, Bytes, 2> {
+ public:
+  __device__ __forceinline__ PartCopies(shared_tile<Bytes> tile, int depth)
+      : first_(tile, depth), second_(tile, depth - Depth / 2) {}
+  __device__ __forceinline__ void clear(const u8* from, u32 ahead = 0) const {
+    first_.clear(from, ahead);
+    second_.clear(from, ahead + Cols * Bytes);
+  }
+  __device__ __forceinline__ void ask(const Step& step, const u8* from, int row_bytes, const Place (&places)[Cols],
+                                      const u32* used, u32 ahead = 0) const {
+    first_.ask(step, from, row_bytes, places, used, ahead);
+    second_.ask(step, from + Depth / 2 * sizeof(T), row_bytes, places, used, ahead + Cols * Bytes);
+  }
+
+ private:
+  ColumnCopies<T, Depth / 2, Cols, Threads, Bytes> first_, second_;
+};
+
 /// N neighbours of a row from `col` on, as far as they are inside.
 template <typename T, int N>
 __device__ __forceinline__ void store_some(T* row, const OutputArg& out, int col, int depth, const float (&x)[N]) {

@@ -233,7 +233,7 @@ void ksmm_backward_weight(Call& call) {
 }
 
 /// Options of attention from the attributes and the inputs from `first` on: those of bias, slopes, dropout's seed (64
-/// bits in any type) and key padding that the attribute "extras" names by b, s, d and k.
+/// bits in any type), key padding and sinks that the attribute "extras" names by b, s, d, k and z.
 struct AttentionCall {
   AttentionCall(Call& call, std::size_t first) {
     patterns = fretwork::parse_patterns(call.attribute<std::string_view>("patterns"));
@@ -244,7 +244,10 @@ struct AttentionCall {
       if (kind == 'd') {
         options.dropout_seed = static_cast<const std::int64_t*>(call.memory(first++));
       } else {
-        (kind == 'b' ? options.bias : kind == 's' ? options.slopes : options.key_padding) = call.in(first++);
+        (kind == 'b'   ? options.bias
+         : kind == 's' ? options.slopes
+         : kind == 'k' ? options.key_padding
+                       : options.sinks) = call.in(first++);
       }
     }
     call.context.precision = precision_of(call.attribute<std::string_view>("precision"));
@@ -260,13 +263,16 @@ void attention(Call& call) {
                       own.options);
 }
 
-/// Inputs: q, k, v, o, lse, d_o, d_lse and the extras. Outputs: the gradients of q, k, v and, when there are four,
-/// bias.
+/// Inputs: q, k, v, o, lse, d_o, d_lse and the extras. Outputs: the gradients of q, k, v and, where they
+/// are among the extras, of bias and sinks.
 void attention_backward(Call& call) {
   const AttentionCall own(call, 7);
-  fretwork::AttentionGradients gradients{.q = call.out(0), .k = call.out(1), .v = call.out(2), .bias = {}};
-  if (call.rets.size() > 3) {
+  fretwork::AttentionGradients gradients{.q = call.out(0), .k = call.out(1), .v = call.out(2), .bias = {}, .sinks = {}};
+  if (own.options.bias.has_value()) {
     gradients.bias = call.out(3);
+  }
+  if (own.options.sinks.has_value()) {
+    gradients.sinks = call.out(call.rets.size() - 1);
   }
   fretwork::attention_backward(call.in(0), call.in(1), call.in(2), own.patterns, call.in(3), call.in(4), call.in(5),
                                call.in(6), gradients, call.context, own.options);

@@ -26,11 +26,13 @@ struct Features {
 
 /// The same as the core has them.
 struct Options {
-  Options(const char* op, const Features& f, const Tensor& q, const std::optional<Tensor>& padding)
+  Options(const char* op, const Features& f, const Tensor& q, const std::optional<Tensor>& padding,
+          const std::optional<Tensor>& sinks)
       : patterns(fretwork::parse_patterns(f.patterns.view())) {
     options.bias = view(op, "bias", f.bias);
     options.slopes = view(op, "slopes", f.slopes);
     options.key_padding = view(op, "key_padding_mask", padding, {"bool"});
+    options.sinks = view(op, "sinks", sinks);
     options.scale = f.scale;
     options.softcap = f.softcap;
     options.dropout = f.dropout;
@@ -52,9 +54,9 @@ void attention(StableIValue* stack, std::uint64_t, std::uint64_t) {
   Arguments arguments(stack);
   const Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
   const Features features(arguments);
-  const std::optional<Tensor> padding = arguments.optional_tensor();
+  const std::optional<Tensor> padding = arguments.optional_tensor(), sinks = arguments.optional_tensor();
 
-  const Options options(kOp, features, q, padding);
+  const Options options(kOp, features, q, padding, sinks);
   const fretwork::ConstTensorView queries = view(kOp, "q", q), keys = view(kOp, "k", k), values = view(kOp, "v", v);
   // Operands of another rank give some shape; the core refuses them before it looks at the result.
   const std::int64_t sizes[] = {queries.size(0), queries.size(1), queries.size(2), values.size(3)};
@@ -110,18 +112,20 @@ void attention_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const Features features(arguments);
   const bool needs_q = arguments.flag(), needs_k = arguments.flag(), needs_v = arguments.flag(),
              needs_bias = arguments.flag() && features.bias.has_value();
-  const std::optional<Tensor> padding = arguments.optional_tensor();
+  const std::optional<Tensor> padding = arguments.optional_tensor(), sinks = arguments.optional_tensor();
+  const bool needs_sinks = arguments.flag() && sinks.has_value();
 
-  const Options options(kOp, features, q, padding);
+  const Options options(kOp, features, q, padding, sinks);
   const Gradient d_q("d_q", q, needs_q), d_k("d_k", k, needs_k), d_v("d_v", v, needs_v),
-      d_bias("d_bias", features.bias.value_or(q), needs_bias);
+      d_bias("d_bias", features.bias.value_or(q), needs_bias), d_sinks("d_sinks", sinks.value_or(q), needs_sinks);
   Call call(q);
   call.context().precision = precision_named(kOp, features.precision.view());
   fretwork::attention_backward(
       view(kOp, "q", q), view(kOp, "k", k), view(kOp, "v", v), options.patterns, view(kOp, "out", out),
       view(kOp, "lse", lse), view(kOp, "d_out", d_out), view(kOp, "d_lse", d_lse),
-      {.q = d_q.place, .k = d_k.place, .v = d_v.place, .bias = d_bias.place}, call.context(), options.options);
-  const Tensor results[] = {d_q.tensor, d_k.tensor, d_v.tensor, d_bias.tensor};
+      {.q = d_q.place, .k = d_k.place, .v = d_v.place, .bias = d_bias.place, .sinks = d_sinks.place}, call.context(),
+      options.options);
+  const Tensor results[] = {d_q.tensor, d_k.tensor, d_v.tensor, d_bias.tensor, d_sinks.tensor};
   for (std::size_t n = 0; n < std::size(results); ++n) {
     stack[n] = torch::stable::detail::from(results[n]);
   }
@@ -237,15 +241,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fretwork, m) {
   define_twins(
       m,
       "attention(Tensor q, Tensor k, Tensor v, str patterns, float? scale, Tensor? bias, Tensor? slopes, float "
-      "softcap, float dropout_p, Tensor? seed, str precision, Tensor? key_padding_mask=None) -> (Tensor out, Tensor "
-      "lse)");
+      "softcap, float dropout_p, Tensor? seed, str precision, Tensor? key_padding_mask=None, Tensor? sinks=None) -> "
+      "(Tensor out, Tensor lse)");
   m.def("_attention_output(Tensor q, Tensor k, Tensor v, str patterns, str precision) -> Tensor");
   define_twins(
       m,
       "attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor d_out, Tensor? d_lse, str "
       "patterns, float? scale, Tensor? bias, Tensor? slopes, float softcap, float dropout_p, Tensor? seed, str "
-      "precision, bool needs_q, bool needs_k, bool needs_v, bool needs_bias, Tensor? key_padding_mask=None) -> (Tensor "
-      "d_q, Tensor d_k, Tensor d_v, Tensor d_bias)");
+      "precision, bool needs_q, bool needs_k, bool needs_v, bool needs_bias, Tensor? key_padding_mask=None, Tensor? "
+      "sinks=None, bool needs_sinks=False) -> (Tensor d_q, Tensor d_k, Tensor d_v, Tensor d_bias, Tensor d_sinks)");
   m.def(
       "_attention_output_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor d_out, str patterns, "
       "int "

@@ -147,13 +147,15 @@ struct AttentionOptions {
   const std::int64_t* dropout_seed = nullptr;  ///< one number on the context's device
   std::optional<ConstTensorView>
       key_padding;  ///< (B,Sk) bool: true where no query sees the key, whose k and v may hold NaN
+  std::optional<ConstTensorView> sinks = {};  ///< (Hq) of q's dtype or f32: exp(sinks[h]) joins the sum of each row
 };
 
 /// out = softmax(scale·q·kᵀ + …)·v over the keys that each query's pattern holds, and lse, its natural log-sum-exp. q
 /// (B,Hq,Sq,D), k (B,Hk,Sk,D), v (B,Hk,Sk,Dv), Hq a multiple of Hk: query head h uses key head h / (Hq/Hk). `patterns`
 /// is one for all heads, one for each query head, or one for each batch element and query head (Hq of the first
 /// element, then of the next), regular or a block layout of one head or a Kronecker pattern. out (B,Hq,Sq,Dv); lse,
-/// which may be left out, (B,Hq,Sq) of f32 (f64 for f64). A query without keys gives 0 and −inf.
+/// which may be left out, (B,Hq,Sq) of f32 (f64 for f64). A query without keys gives 0 and −inf, or its head's sink. A
+/// sink is one more score of each query, without scale, cap, bias or dropout, whose value is zero; lse counts it.
 void attention(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
                std::span<const PatternPtr> patterns, const TensorView& out, const std::optional<TensorView>& lse,
                Context& context, const AttentionOptions& options = {});
@@ -166,7 +168,7 @@ inline void attention(const ConstTensorView& q, const ConstTensorView& k, const 
 /// Where attention's gradients go; one that is not given is not computed. Each has the shape and dtype of what it is
 /// the gradient of.
 struct AttentionGradients {
-  std::optional<TensorView> q = {}, k = {}, v = {}, bias = {};
+  std::optional<TensorView> q = {}, k = {}, v = {}, bias = {}, sinks = {};
 };
 
 /// The gradients, from those of out and lse (not given: zero). Patterns and options are the forward's, as are out and

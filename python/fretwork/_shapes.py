@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fretwork._checks import fail, refuse, whole_number
-from fretwork.patterns import BlockLayout, Pattern
+from fretwork.patterns import BlockLayout, Pattern, full
 from fretwork.patterns.pattern import row_width
 
 Shape = Sequence[int]
@@ -278,7 +278,7 @@ def check_attention(
     softcap: float,
     dropout_p: float,
 ) -> None:
-    """q, k and v; patterns; of bias, slopes and key_padding_mask those that are there, by their names."""
+    """q, k and v; patterns; of bias, slopes, key_padding_mask and sinks those that are there, by their names."""
     op = "attention"
     q, k, v = operands
     if len(q.shape) != 4:
@@ -308,6 +308,8 @@ def check_attention(
                 fail(op, x.name, "bool", x.dtype)
             if tuple(x.shape) != (batch, cols):
                 fail(op, x.name, f"shape {(batch, cols)}, one for each key", x.shape)
+        elif x.name == "sinks":
+            check_sinks(op, x, q)
         else:
             _check_bias(op, x, q, (batch, heads, rows, cols))
         _check_device(op, x, q)
@@ -324,12 +326,30 @@ def check_slopes(op: str, shape: Shape, heads: int) -> None:
         fail(op, "bias", f"slopes of shape {(heads,)}", tuple(shape))
 
 
-def _check_bias(op: str, x: Operand, q: Operand, full: tuple[int, ...]) -> None:
+def check_sinks(op: str, x: Operand, q: Operand) -> None:
+    _check_like_q_or_float(op, x, q)
+    if tuple(x.shape) != (q.shape[1],):
+        fail(op, x.name, f"shape {(q.shape[1],)}, one for each query head", x.shape)
+
+
+def _check_like_q_or_float(op: str, x: Operand, q: Operand) -> None:
     if x.dtype not in (q.dtype, "float32"):
         fail(op, x.name, "float32 like q" if q.dtype == "float32" else f"{q.dtype} like q or float32", x.dtype)
+
+
+def _check_bias(op: str, x: Operand, q: Operand, full: tuple[int, ...]) -> None:
+    _check_like_q_or_float(op, x, q)
     pairs = zip(x.shape[::-1], full[::-1], strict=False)
     if len(x.shape) > 4 or any(have != 1 and have != want for have, want in pairs):
         fail(op, x.name, f"a shape that broadcasts to {full}", x.shape)
+
+
+def every_key(op: str, queries: Shape, keys: Shape) -> Pattern:
+    """The pattern of a call that names none; of the shapes of q and k."""
+    for name, shape, sizes in (("q", queries, "(B, Hq, Sq, D)"), ("k", keys, "(B, Hk, Sk, D)")):
+        if len(shape) != 4:
+            fail(op, name, f"4 dimensions {sizes}", tuple(shape))
+    return full((queries[2], keys[2]))
 
 
 def flat_patterns(op: str, pattern: Any, queries: Shape) -> tuple[Any, ...]:

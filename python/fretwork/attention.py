@@ -8,7 +8,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from fretwork._shapes import check_slopes, flat_patterns
+from fretwork._shapes import check_slopes, every_key, flat_patterns
 from fretwork._torch.arguments import as_number, check_tensor, dtype_name, pattern_keys, precision_name
 from fretwork._torch.attention import attention_op, attention_output, attention_plainly
 from fretwork._torch.differentiable import called_with_tensors
@@ -55,7 +55,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Patterns,
+    pattern: Patterns | None = None,
     scale: float | None = None,
     bias: Tensor | alibi | None = None,
     softcap: float = 0.0,
@@ -63,6 +63,7 @@ def attention(
     return_lse: Literal[False] = False,
     *,
     key_padding_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     precision: str | None = None,
 ) -> Tensor: ...
 
@@ -72,7 +73,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Patterns,
+    pattern: Patterns | None = None,
     scale: float | None = None,
     bias: Tensor | alibi | None = None,
     softcap: float = 0.0,
@@ -80,6 +81,7 @@ def attention(
     *,
     return_lse: Literal[True],
     key_padding_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     precision: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -89,7 +91,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Patterns,
+    pattern: Patterns | None = None,
     scale: float | None = None,
     bias: Tensor | alibi | None = None,
     softcap: float = 0.0,
@@ -97,6 +99,7 @@ def attention(
     return_lse: bool = False,
     *,
     key_padding_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     precision: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
@@ -105,7 +108,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Patterns,
+    pattern: Patterns | None = None,
     scale: float | None = None,
     bias: Tensor | alibi | None = None,
     softcap: float = 0.0,
@@ -113,6 +116,7 @@ def attention(
     return_lse: bool = False,
     *,
     key_padding_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     precision: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention in which a query sees the keys that `pattern` holds.
@@ -120,11 +124,14 @@ def attention(
     o = dropout(softmax(softcap(scale · q kᵀ) + bias)) v. q is (B, Hq, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv) and o
     (B, Hq, Sq, Dv); Hq is a multiple of Hk, and query head h uses key head h // (Hq/Hk). `pattern` is one, a sequence
     of Hq, or a sequence of B sequences of one or Hq, (Sq, Sk) each: of `fw.patterns`, a `BlockLayout` of one head or a
-    `KroneckerPattern`. `key_padding_mask` is (B, Sk) of bool: keys where it is True are not seen, whatever they and
-    their values hold, and get zero gradients. `scale` is 1/√D unless given. `bias` broadcasts to (B, Hq, Sq, Sk), or is
-    `fw.alibi(slopes)`. A softcap c > 0 turns a score s into c · tanh(s/c). Dropout follows `torch.manual_seed`. With
-    `return_lse` the result is (o, lse), lse (B, Hq, Sq) the natural log-sum-exp of each query's scores. A query without
-    keys gives zeros and −inf. `precision` is that of `fw.sdd`; "tf32x3" is computed as "ieee".
+    `KroneckerPattern`; None holds every key. `key_padding_mask` is (B, Sk) of bool: keys where it is True are not seen,
+    whatever they and their values hold, and get zero gradients. `scale` is 1/√D unless given. `bias` broadcasts to (B,
+    Hq, Sq, Sk), or is `fw.alibi(slopes)`. A softcap c > 0 turns a score s into c · tanh(s/c). Dropout follows
+    `torch.manual_seed`. With `return_lse` the result is (o, lse), lse (B, Hq, Sq) the natural log-sum-exp of each
+    query's scores. A query without keys gives zeros and −inf. `sinks` is (Hq,) of q's dtype or float32: a score for
+    each head that joins the sum of its queries, and lse, without a value of its own, scale, cap, bias or dropout. It
+    gets a gradient. A query without keys gives zeros and its sink then. `precision` is that of `fw.sdd`; "tf32x3" is
+    computed as "ieee".
 
     >>> import torch, fretwork as fw
     >>> q, k, v = (torch.randn(1, 2, 100, 16, requires_grad=True) for _ in range(3))
@@ -136,8 +143,17 @@ def attention(
     >>> o = fw.attention(q, k, v, fw.patterns.causal(100), key_padding_mask=padding)
     >>> torch.allclose(o[:, :, :60], fw.attention(q, k, v, fw.patterns.causal(100))[:, :, :60])
     True
+    >>> sinks = torch.zeros(2, requires_grad=True)
+    >>> o, lse = fw.attention(q, k, v, fw.patterns.causal(100), sinks=sinks, return_lse=True)
+    >>> plain, lse_plain = fw.attention(q, k, v, fw.patterns.causal(100), return_lse=True)
+    >>> torch.allclose(lse, torch.logaddexp(lse_plain, sinks[:, None]), atol=1e-5)
+    True
+    >>> torch.allclose(o, plain * (lse_plain - lse).exp()[..., None], atol=1e-5)
+    True
     """
-    short = scale is None and bias is None and not return_lse and key_padding_mask is None and precision is None
+    short = (
+        scale is None and bias is None and not return_lse and key_padding_mask is None and precision is sinks is None
+    )
     plain = type(softcap) is type(dropout_p) is float and softcap == dropout_p == 0
     if short and plain and isinstance(pattern, Pattern) and called_with_tensors(q, k, v) and q.is_cpu:
         try:
@@ -155,6 +171,10 @@ def attention(
         check_tensor(op, "bias", bias)
     if key_padding_mask is not None:
         check_tensor(op, "key_padding_mask", key_padding_mask)
+    if sinks is not None:
+        check_tensor(op, "sinks", sinks)
+    if pattern is None:
+        pattern = every_key(op, q.shape, k.shape)
     keys = pattern_keys((pattern,) if isinstance(pattern, Pattern) else flat_patterns(op, pattern, q.shape))
     if scale is not None:
         scale = as_number(op, "scale", scale)
@@ -169,9 +189,9 @@ def attention(
     precision = precision_name(op, precision)
     lse = None
     if return_lse:
-        o, lse = attention_op(q, k, v, keys, scale, bias, slopes, cap, p, seed, precision, key_padding_mask)
+        o, lse = attention_op(q, k, v, keys, scale, bias, slopes, cap, p, seed, precision, key_padding_mask, sinks)
     else:
-        o = attention_output(q, k, v, bias, slopes, seed, key_padding_mask, (keys, scale, cap, p, precision))
+        o = attention_output(q, k, v, bias, slopes, seed, key_padding_mask, sinks, (keys, scale, cap, p, precision))
     if rate == 1:
         o = torch.where(torch.zeros_like(o, dtype=torch.bool), o, 0)  # all dropped; zero gradients
     return o if lse is None else (o, lse)

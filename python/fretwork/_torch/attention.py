@@ -40,8 +40,9 @@ def _attention_fake(
     seed: Tensor | None,
     precision: str,
     key_padding_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    given = {"bias": bias, "slopes": slopes, "key_padding_mask": key_padding_mask}
+    given = {"bias": bias, "slopes": slopes, "key_padding_mask": key_padding_mask, "sinks": sinks}
     extras = [operand(name, t) for name, t in given.items() if t is not None]
     operands = [operand(name, t) for name, t in zip("qkv", (q, k, v), strict=True)]
     _shapes.check_attention(operands, _patterns(patterns), extras, scale, softcap, dropout_p)
@@ -53,49 +54,49 @@ def _attention_backward_fake(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
     bias, needs = rest[2], rest[8:12]
+    sinks, needs_sinks = rest[13:15] if len(rest) > 14 else (None, False)
     return tuple(
         torch.empty_like(t, memory_format=torch.contiguous_format) if wanted and t is not None else q.new_empty(0)
-        for t, wanted in zip((q, k, v, bias), needs, strict=True)
+        for t, wanted in zip((q, k, v, bias, sinks), (*needs, needs_sinks), strict=True)
     )
 
 
 def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, patterns, scale, bias, slopes, softcap, dropout_p, seed, precision, padding = inputs
+    q, k, v, patterns, scale, bias, slopes, softcap, dropout_p, seed, precision, padding, sinks = inputs
     ctx.how = patterns, scale, softcap, dropout_p, precision
-    ctx.save_for_backward(q, k, v, *output, bias, slopes, seed, padding)
+    ctx.save_for_backward(q, k, v, *output, bias, slopes, seed, padding, sinks)
     ctx.set_materialize_grads(False)
 
 
 def _attention_gradient(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    d_q, d_k, d_v, d_bias = _gradients(ctx, d_out, d_lse, ctx.needs_input_grad[5])
-    return d_q, d_k, d_v, None, None, d_bias, None, None, None, None, None, None
+    d_q, d_k, d_v, d_bias, d_sinks = _gradients(ctx, d_out, d_lse, ctx.needs_input_grad[5], ctx.needs_input_grad[12])
+    return d_q, d_k, d_v, None, None, d_bias, None, None, None, None, None, None, d_sinks
 
 
-def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs_bias: bool) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, bias, slopes, seed, padding = ctx.saved_tensors
+def _gradients(
+    ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs_bias: bool, needs_sinks: bool
+) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, bias, slopes, seed, padding, sinks = ctx.saved_tensors
     patterns, scale, softcap, dropout_p, precision = ctx.how
     needs_q, needs_k, needs_v = ctx.needs_input_grad[:3]
     if d_out is None:
         if d_lse is None:
-            return None, None, None, None
+            return None, None, None, None, None
         d_out = torch.zeros_like(out)
     if 0 in d_out.stride():  # one number for many, as a sum's gradient is: the fast kernels read rows
         d_out = d_out.contiguous()
-    plainly = not torch.is_grad_enabled() and called_plainly((q, k, v, d_out, d_lse, bias))
-    if plainly and ctx.how[1:] == _NO_OPTIONS and d_lse is bias is slopes is padding is None and q.is_cpu:
+    plainly = not torch.is_grad_enabled() and called_plainly((q, k, v, d_out, d_lse, bias, sinks))
+    if plainly and ctx.how[1:] == _NO_OPTIONS and d_lse is bias is slopes is padding is sinks is None and q.is_cpu:
         found = _plain_output_backward(q, k, v, out, lse, d_out, patterns, needs_q + 2 * needs_k + 4 * needs_v)
-        return *(d if needs else None for d, needs in zip(found, (needs_q, needs_k, needs_v), strict=True)), None
+        d_q, d_k, d_v = (d if needs else None for d, needs in zip(found, (needs_q, needs_k, needs_v), strict=True))
+        return d_q, d_k, d_v, None, None
     op: Callable[..., Any] = attention_backward_op.plain if plainly else attention_backward_op
-    d_q, d_k, d_v, d_bias = op(
+    found = op(
         *(q, k, v, out, lse, d_out, d_lse, patterns, scale, bias, slopes, softcap, dropout_p, seed),
-        *(precision, needs_q, needs_k, needs_v, needs_bias, padding),
+        *(precision, needs_q, needs_k, needs_v, needs_bias, padding, sinks, needs_sinks),
     )
-    return (
-        d_q if needs_q else None,
-        d_k if needs_k else None,
-        d_v if needs_v else None,
-        d_bias if needs_bias else None,
-    )
+    wanted = needs_q, needs_k, needs_v, needs_bias, needs_sinks
+    return tuple(d if needs else None for d, needs in zip(found, wanted, strict=True))
 
 
 class Attention(torch.autograd.Function):
@@ -111,18 +112,21 @@ class Attention(torch.autograd.Function):
         slopes: Tensor | None,
         seed: Tensor | None,
         padding: Tensor | None,
+        sinks: Tensor | None,
         how: tuple[Any, ...],
     ) -> Tensor:
         patterns, scale, softcap, dropout_p, precision = ctx.how = how
         out, lse = attention_op.plain(
-            q, k, v, patterns, scale, bias, slopes, softcap, dropout_p, seed, precision, padding
+            q, k, v, patterns, scale, bias, slopes, softcap, dropout_p, seed, precision, padding, sinks
         )
-        ctx.save_for_backward(q, k, v, out, lse, bias, slopes, seed, padding)
+        ctx.save_for_backward(q, k, v, out, lse, bias, slopes, seed, padding, sinks)
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gradients(ctx, gradients[0], None, ctx.needs_input_grad[3]), None, None, None, None
+        needs = ctx.needs_input_grad
+        d_q, d_k, d_v, d_bias, d_sinks = _gradients(ctx, gradients[0], None, needs[3], needs[7])
+        return d_q, d_k, d_v, d_bias, None, None, None, d_sinks, None
 
 
 _apply_attention = node_apply(Attention)
@@ -136,17 +140,18 @@ def attention_output(
     slopes: Tensor | None,
     seed: Tensor | None,
     padding: Tensor | None,
+    sinks: Tensor | None,
     how: tuple[str, float | None, float, float, str],
 ) -> Tensor:
     """`attention_op` without lse. `how` is patterns, scale, softcap, dropout_p and precision."""
     op: Callable[..., tuple[Tensor, Tensor]] = attention_op
-    if called_plainly((q, k, v, bias, slopes, padding)):
-        if torch.is_grad_enabled() and any_requires_grad(q, k, v, bias):
-            bias = None if bias is None else alive(bias)
-            return _apply_attention(alive(q), alive(k), alive(v), bias, slopes, seed, padding, how)  # type: ignore[no-any-return]
+    if called_plainly((q, k, v, bias, slopes, padding, sinks)):
+        if torch.is_grad_enabled() and any_requires_grad(q, k, v, bias, sinks):
+            bias, sinks = (None if t is None else alive(t) for t in (bias, sinks))
+            return _apply_attention(alive(q), alive(k), alive(v), bias, slopes, seed, padding, sinks, how)  # type: ignore[no-any-return]
         op = attention_op.plain
     patterns, scale, softcap, dropout_p, precision = how
-    return op(q, k, v, patterns, scale, bias, slopes, softcap, dropout_p, seed, precision, padding)[0]
+    return op(q, k, v, patterns, scale, bias, slopes, softcap, dropout_p, seed, precision, padding, sinks)[0]
 
 
 @torch.library.register_fake("fretwork::_attention_output")
@@ -175,7 +180,7 @@ def attention_plainly(q: Tensor, k: Tensor, v: Tensor, patterns: str) -> Tensor:
     """What was `called_plainly`, on a CPU, without options."""
     if torch.is_grad_enabled() and any_requires_grad(q, k, v):
         how = (patterns, None, 0.0, 0.0, "ieee")
-        return _apply_attention(alive(q), alive(k), alive(v), None, None, None, None, how)  # type: ignore[no-any-return]
+        return _apply_attention(alive(q), alive(k), alive(v), None, None, None, None, None, how)  # type: ignore[no-any-return]
     return _plain_output(q, k, v, patterns, "ieee")  # type: ignore[no-any-return]
 
 
@@ -203,16 +208,19 @@ def _by_element(patterns: str, queries: Any) -> bool:
 def _attention_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
     q, k, v, patterns, scale, bias, slopes, softcap, dropout_p, seed, precision = arguments[:11]
     padding, padding_dim = (arguments[11], in_dims[11]) if len(arguments) > 11 else (None, None)
+    sinks, sinks_dim = (arguments[12], in_dims[12]) if len(arguments) > 12 else (None, None)
     size = info.batch_size
-    # Where the elements differ in dropout, slopes or patterns, they do not fit into one batch.
+    # Where the elements differ in dropout, slopes, sinks or patterns, they do not fit into one batch.
     alone = (
         seed is not None
         or in_dims[6] is not None
+        or sinks_dim is not None
         or _by_element(patterns, sample_shape(q, in_dims[0]))
         or any(t.dim() != (4 if d is None else 5) for t, d in zip((q, k, v), in_dims, strict=False))
     )
-    if size == 0:  # no element has dropout or slopes
+    if size == 0:  # no element has dropout, slopes or sinks
         slopes = seed = None
+        sinks = sinks if sinks_dim is None else None
         dropout_p = 0.0
     elif alone:
         return one_by_one(attention_op, size, in_dims, arguments)
@@ -224,7 +232,7 @@ def _attention_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tup
         padding = mapped(padding, padding_dim, size)
     if size == 0:
         patterns = patterns.split("\n")[0]
-    found = attention_op(q, k, v, patterns, scale, bias, slopes, softcap, dropout_p, seed, precision, padding)
+    found = attention_op(q, k, v, patterns, scale, bias, slopes, softcap, dropout_p, seed, precision, padding, sinks)
     return tuple(t.unflatten(0, (size, batch)) for t in found), (0, 0)
 
 
@@ -237,6 +245,8 @@ def _attention_cast(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Any, .
     patterns, scale, bias, *others = rest
     if bias is not None and bias.dtype != torch.float32:  # which goes with every type
         bias = lowered(bias, dtype)
+    if len(others) > 7 and others[7] is not None and others[7].dtype != torch.float32:
+        others[7] = lowered(others[7], dtype)
     return *(lowered(t, dtype) for t in (q, k, v)), patterns, scale, bias, *others
 
 

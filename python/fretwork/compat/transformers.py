@@ -18,7 +18,8 @@ Caches that grow with the sequence work; a static cache raises, and so does one 
 needs. Position ids that begin anew inside a row (packed sequences) are not looked at: give the lengths of the
 documents, as in `model.config.fretwork_pattern = "document((700, 324), causal=True)"` for rows of 1024 tokens.
 A mask of four dimensions is added to the scores as it is. Where it hides keys from all queries and the pattern would
-count them as positions, it raises: give the padding as (B, Sk) instead.
+count them as positions, it raises: give the padding as (B, Sk) instead. Learned sinks (`s_aux`, as gpt-oss has them)
+are attention's `sinks`.
 """
 
 import functools
@@ -184,7 +185,7 @@ def _seen(mask: Tensor) -> Tensor:
 
 
 def _by_groups(
-    q: Tensor, k: Tensor, v: Tensor, template: str, mask: Tensor, cuts: list[tuple[int, int]], scale: Any, *options: Any
+    q: Tensor, k: Tensor, v: Tensor, template: str, mask: Tensor, cuts: list[tuple[int, int]], **options: Any
 ) -> Tensor:
     """Each group of rows of equal padding without it; zeros for queries that are padding."""
     rows, cols = q.shape[2], k.shape[2]
@@ -198,7 +199,7 @@ def _by_groups(
         hidden = any(_ends(mask)[n][:2] != (left, right) for n in members)
         bias = _seen(mask[at, keys]) if hidden else None
         own = _pattern(template, queries.stop - queries.start, cols - left - right)
-        part = attention(q[at, :, queries], k[at, :, keys], v[at, :, keys], own, scale, bias, *options)
+        part = attention(q[at, :, queries], k[at, :, keys], v[at, :, keys], own, bias=bias, **options)
         o = o.to(part.dtype)  # another one under autocast
         o[at, :, queries] = part
     return o
@@ -215,6 +216,7 @@ def attention_forward(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What a model calls: q, k, v are (B, H, S, D), the result is (B, S, H, D). `attention_mask` is (B, Sk), 0 or False
@@ -224,12 +226,14 @@ def attention_forward(
     given, rows, cols = _given(module), query.shape[2], key.shape[2]
     template = _own(causal, sliding_window) if given is None else given
     pattern = _pattern(template, rows, cols)
-    options = (softcap or 0.0, dropout)
+    if s_aux is not None and s_aux.dtype != torch.float32:
+        s_aux = s_aux.to(query.dtype)
+    options: dict[str, Any] = dict(scale=scaling, softcap=softcap or 0.0, dropout_p=dropout, sinks=s_aux)
     bias = attention_mask
     if attention_mask is not None and attention_mask.dim() == 2:
         length = attention_mask.shape[1]
         if given is not None and (cuts := _groups(module, causal, given, rows, length, _ends(attention_mask))):
-            o = _by_groups(query, key, value, given, attention_mask, cuts, scaling, *options)
+            o = _by_groups(query, key, value, given, attention_mask, cuts, **options)
             return o.transpose(1, 2).contiguous(), None
         bias = _seen(attention_mask)
     elif attention_mask is not None:
@@ -237,7 +241,7 @@ def attention_forward(
             _check_whole(module, causal, given, rows, attention_mask)
         bias = attention_mask[..., :cols]
         bias = _seen(bias) if bias.dtype == torch.bool else bias
-    return attention(query, key, value, pattern, scaling, bias, *options).transpose(1, 2).contiguous(), None
+    return attention(query, key, value, pattern, bias=bias, **options).transpose(1, 2).contiguous(), None
 
 
 def _check_dropped(config: Any, ends: list[_Ends], rows: int, kept: int, dropped: int) -> None:

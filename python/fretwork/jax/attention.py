@@ -28,6 +28,10 @@ from fretwork.patterns import Pattern
 Patterns = Pattern | Sequence[Pattern] | Sequence[Sequence[Pattern]]
 
 
+# What may follow q, k and v, in this order, as the handlers name it: bias has 4 dimensions, dropout is a seed.
+_EXTRAS = {"bias": "b", "slopes": "s", "dropout": "d", "key_padding_mask": "k", "sinks": "z"}
+
+
 class _Attention(NamedTuple):
     """What attention is, besides q, k, v and the extras that follow them."""
 
@@ -36,7 +40,7 @@ class _Attention(NamedTuple):
     softcap: float
     dropout_p: float
     precision: str
-    extras: str  # which of bias (4 dimensions), slopes, dropout's seed and key padding there are, as "b", "s", "d", "k"
+    extras: str  # which of `_EXTRAS` there are, by their letters
 
     def options(self) -> dict[str, Any]:
         numbers = {"scale": self.scale, "softcap": self.softcap, "dropout_p": self.dropout_p}
@@ -50,7 +54,7 @@ class _Attention(NamedTuple):
     def alone(self, batched: Sequence[bool], heads: int) -> bool:
         """Whether the elements of a vmap have something of their own that a batch shares; the extras come last."""
         own = dict(zip(self.extras, batched[len(batched) - len(self.extras) :], strict=True))
-        return "d" in own or own.get("s", False) or len(self.patterns) not in (1, heads)
+        return "d" in own or own.get("s", False) or own.get("z", False) or len(self.patterns) not in (1, heads)
 
 
 def _wide(dtype: Any) -> Any:
@@ -82,7 +86,7 @@ def _attention_call(p: _Attention, *arguments: jax.Array) -> Sequence[jax.Array]
         batch = arguments[0].shape[1 if batched[0] else 0]
         folded = [fold(x, many, size) for x, many in zip(arguments[:3], batched, strict=False)]
         for kind, many, x in zip(p.extras, batched[3:], arguments[3:], strict=True):
-            same = kind == "s" or (kind == "b" and not many and x.shape[0] == 1)
+            same = kind in "sz" or (kind == "b" and not many and x.shape[0] == 1)
             folded.append(x if same else _fold_bias(x, many, size, batch))
         return [x.reshape(size, batch, *x.shape[1:]) for x in _attention_call(p, *folded)], [True, True]
 
@@ -90,18 +94,20 @@ def _attention_call(p: _Attention, *arguments: jax.Array) -> Sequence[jax.Array]
 
 
 def _gradient_call(p: _Attention, *arguments: jax.Array) -> Sequence[jax.Array]:
-    """The gradients of q, k, v and bias, of q, k, v, o, lse, d_o, d_lse and the extras."""
+    """The gradients of q, k, v, bias and sinks, of q, k, v, o, lse, d_o, d_lse and the extras."""
 
     @custom_vmap
     def call(*arguments: jax.Array) -> Sequence[jax.Array]:
-        like = [*arguments[:3], *(arguments[7:8] if "b" in p.extras else [])]
+        learned = [x for kind, x in zip(p.extras, arguments[7:], strict=True) if kind in "bz"]
+        like = [*arguments[:3], *learned]
         results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like]
         return jax.ffi.ffi_call("fretwork_attention_backward", results)(*arguments, **p.options())
 
     @call.def_vmap
     def _(size: int, batched: list[bool], *arguments: jax.Array) -> tuple[Sequence[jax.Array], list[bool]]:
-        count = 4 if "b" in p.extras else 3
-        if p.alone(batched, arguments[0].shape[-3]):
+        count = 3 + len(set(p.extras) & set("bz"))
+        # The elements of a batch would add up their gradients of sinks.
+        if "z" in p.extras or p.alone(batched, arguments[0].shape[-3]):
             return one_by_one(functools.partial(_gradient_call, p), batched, arguments), [True] * count
         batch = arguments[0].shape[1 if batched[0] else 0]
         folded = [fold(x, many, size) for x, many in zip(arguments[:7], batched, strict=False)]
@@ -131,7 +137,8 @@ def _attention_backward(
 ) -> tuple[jax.Array | None, ...]:
     q, k, v, *extras, o, lse = saved
     gradients = _gradient_call(p, q, k, v, o, lse, *d, *extras)
-    return *gradients, *(None for kind in p.extras if kind != "b")
+    found = iter(gradients[3:])
+    return *gradients[:3], *(next(found) if kind in "bz" else None for kind in p.extras)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
@@ -170,10 +177,10 @@ def _checked_attention(
     v: jax.Array,
     extras: dict[str, jax.Array],
 ) -> Sequence[jax.Array]:
-    known = [operand(name, extras[name]) for name in ("bias", "slopes", "key_padding_mask") if name in extras]
+    known = [operand(name, extras[name]) for name in _EXTRAS if name in extras and name != "dropout"]
     operands = [operand(name, x) for name, x in zip("qkv", (q, k, v), strict=True)]
     _shapes.check_attention(operands, patterns, known, scale, softcap, dropout_p)
-    ordered = {name: extras[name] for name in ("bias", "slopes", "dropout", "key_padding_mask") if name in extras}
+    ordered = {name: extras[name] for name in _EXTRAS if name in extras}
     if "slopes" in ordered:
         ordered["slopes"] = ordered["slopes"].astype(_wide(q.dtype))
     if "bias" in ordered:
@@ -185,7 +192,7 @@ def _checked_attention(
         softcap,
         dropout_p if dropout_p < 1 else 0.0,
         precision or default_precision(),
-        "".join(name[0] for name in ordered),
+        "".join(_EXTRAS[name] for name in ordered),
     )
     o, lse = _attention(p, q, k, v, *ordered.values())
     return o if dropout_p < 1 else jnp.where(False, o, 0), lse
@@ -196,7 +203,7 @@ def attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
-    pattern: Patterns,
+    pattern: Patterns | None = None,
     scale: float | None = None,
     bias: ArrayLike | alibi | None = None,
     softcap: float = 0.0,
@@ -205,6 +212,7 @@ def attention(
     *,
     dropout_key: jax.Array | None = None,
     key_padding_mask: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
     precision: str | None = None,
 ) -> jax.Array: ...
 
@@ -214,7 +222,7 @@ def attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
-    pattern: Patterns,
+    pattern: Patterns | None = None,
     scale: float | None = None,
     bias: ArrayLike | alibi | None = None,
     softcap: float = 0.0,
@@ -223,6 +231,7 @@ def attention(
     return_lse: Literal[True],
     dropout_key: jax.Array | None = None,
     key_padding_mask: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
     precision: str | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 
@@ -232,7 +241,7 @@ def attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
-    pattern: Patterns,
+    pattern: Patterns | None = None,
     scale: float | None = None,
     bias: ArrayLike | alibi | None = None,
     softcap: float = 0.0,
@@ -241,6 +250,7 @@ def attention(
     *,
     dropout_key: jax.Array | None = None,
     key_padding_mask: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
     precision: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
@@ -249,7 +259,7 @@ def attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
-    pattern: Patterns,
+    pattern: Patterns | None = None,
     scale: float | None = None,
     bias: ArrayLike | alibi | None = None,
     softcap: float = 0.0,
@@ -258,13 +268,14 @@ def attention(
     *,
     dropout_key: jax.Array | None = None,
     key_padding_mask: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
     precision: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention in which a query sees the keys that `pattern` holds; arguments as `fretwork.attention` has them.
 
     q is (B, Hq, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), Hq a multiple of Hk. `bias` broadcasts to (B, Hq, Sq, Sk)
-    or is `alibi(slopes)`. Keys where `key_padding_mask` (B, Sk) is True are not seen. Dropout takes a key of
-    `jax.random`. With `return_lse` the result is (o, lse).
+    or is `alibi(slopes)`. Keys where `key_padding_mask` (B, Sk) is True are not seen. `sinks` (Hq,) are scores that
+    join the sum of each query of a head. Dropout takes a key of `jax.random`. With `return_lse` the result is (o, lse).
 
     >>> import fretwork as fw
     >>> q = k = v = jnp.ones((1, 2, 50, 16))
@@ -287,7 +298,11 @@ def attention(
         extras["dropout"] = jax.random.bits(dropout_key, (2,), jnp.uint32)  # the 64 bits of a seed
     if key_padding_mask is not None:
         extras["key_padding_mask"] = array(op, "key_padding_mask", key_padding_mask)
+    if sinks is not None:
+        extras["sinks"] = array(op, "sinks", sinks)
     arrays = [array(op, name, x) for name, x in zip("qkv", (q, k, v), strict=True)]
+    if pattern is None:
+        pattern = _shapes.every_key(op, arrays[0].shape, arrays[1].shape)
     patterns = _shapes.flat_patterns(op, pattern, arrays[0].shape)
     numbers = (None if scale is None else number(op, "scale", scale), number(op, "softcap", softcap), rate)
     o, lse = _checked_attention(patterns, *numbers, precision, *arrays, extras)

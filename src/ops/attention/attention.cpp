@@ -18,6 +18,7 @@ using attention_op::BackwardProblem;
 using attention_op::Bias;
 using attention_op::Operand;
 using attention_op::Problem;
+using attention_op::Sinks;
 
 constexpr const char* kForward = "attention";
 constexpr const char* kBackward = "attention_backward";
@@ -31,6 +32,14 @@ void check_dtype(const char* op, const char* argument, const ConstTensorView& te
                  const char* like = "") {
   if (tensor.dtype != dtype) {
     throw Error(op, argument, std::string(name_of(dtype)) + like, name_of(tensor.dtype));
+  }
+}
+
+void check_like_q_or_float(const char* op, const char* argument, const ConstTensorView& t, DType dtype) {
+  if (t.dtype != dtype && t.dtype != DType::f32) {
+    throw Error(op, argument,
+                dtype == DType::f32 ? "float32 like q" : std::string(name_of(dtype)) + " like q or float32",
+                name_of(t.dtype));
   }
 }
 
@@ -139,11 +148,7 @@ void check_operands(const char* op, const ConstTensorView& q, const ConstTensorV
 /// bias or its gradient: at most four dimensions, each 1 or the full one.
 Bias check_bias(const char* op, const char* argument, const ConstTensorView& t, const Problem& p,
                 const Context& context) {
-  if (t.dtype != p.dtype && t.dtype != DType::f32) {
-    throw Error(op, argument,
-                p.dtype == DType::f32 ? "float32 like q" : std::string(name_of(p.dtype)) + " like q or float32",
-                name_of(t.dtype));
-  }
+  check_like_q_or_float(op, argument, t, p.dtype);
   const std::int64_t full[] = {p.batch, p.heads, p.rows, p.cols};
   bool right = t.rank <= 4;
   for (int d = 1; right && d <= t.rank; ++d) {
@@ -154,6 +159,15 @@ Bias check_bias(const char* op, const char* argument, const ConstTensorView& t, 
   }
   check_device(op, argument, t, context);
   return {operand_data(t), t.dtype, t.stride(-4), t.stride(-3), t.stride(-2), t.stride(-1)};
+}
+
+/// sinks or their gradient.
+Sinks check_sinks(const char* op, const char* argument, const ConstTensorView& t, const Problem& p,
+                  const Context& context) {
+  check_like_q_or_float(op, argument, t, p.dtype);
+  check_shape(op, argument, t, {p.heads});
+  check_device(op, argument, t, context);
+  return {operand_data(t), t.dtype, t.stride(0), 0};
 }
 
 void check_options(const char* op, const AttentionOptions& options, const Context& context, Problem& p) {
@@ -186,6 +200,9 @@ void check_options(const char* op, const AttentionOptions& options, const Contex
     check_shape(op, "key_padding_mask", *padding, {p.batch, p.cols});
     check_device(op, "key_padding_mask", *padding, context);
     p.padding = {static_cast<const std::uint8_t*>(padding->data), padding->stride(0), padding->stride(1)};
+  }
+  if (options.sinks.has_value()) {
+    p.sinks = check_sinks(op, "sinks", *options.sinks, p, context);
   }
 }
 
@@ -247,6 +264,12 @@ BackwardProblem check_backward(const Problem& p, const ConstTensorView& d_out,
     std::ranges::copy(std::initializer_list{bias->size(-4), bias->size(-3), bias->size(-2), bias->size(-1)},
                       b.bias_sizes);
   }
+  if (const auto& sinks = gradients.sinks; sinks.has_value()) {
+    if (!options.sinks.has_value() || sinks->dtype != options.sinks->dtype) {
+      throw Error(kBackward, "d_sinks", "the dtype of given sinks", name_of(sinks->dtype));
+    }
+    b.d_sinks = check_sinks(kBackward, "d_sinks", *sinks, p, context);
+  }
   b.forward = p;
   return b;
 }
@@ -283,6 +306,7 @@ void attention_backward(const ConstTensorView& q, const ConstTensorView& k, cons
   if (p.heads == 0) {  // then there is no batch either: backends divide by the number of heads
     b.forward.batch = 0;
     b.forward.heads = b.forward.kv_heads = 1;
+    b.forward.sinks = b.d_sinks = {};
   }
   context.device.type == DeviceType::cuda ? attention_op::cuda::backward(b, context)
                                           : attention_op::cpu::backward(b, context);

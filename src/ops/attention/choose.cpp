@@ -13,6 +13,7 @@
 
 #include "fretwork/error.h"
 #include "ops/attention/cuda/families.h"
+#include "ops/attention/cuda/operands.h"
 #include "ops/attention/problem.h"
 #include "runtime/cost.h"
 #include "runtime/cuda_driver.h"
@@ -62,6 +63,7 @@ BackwardProblem part_of(const BackwardProblem& b, const PatternRange& range) {
     *x = from_batch(*x, range.first, b.forward.dtype);
   }
   part.d_lse = from_batch(part.d_lse, range.first, DType::f32);
+  part.sink_terms = from_batch(part.sink_terms, range.first, DType::f32);
   part.d_bias = {};
   return part;
 }
@@ -246,17 +248,26 @@ void forward(const Problem& problem, Context& context) {
   run_cheapest(problem, context);
 }
 
-void backward(const BackwardProblem& problem, Context& context) {
-  check(problem.forward);
-  const fretwork::cuda::DeviceScope scope(context.device.index);
+namespace {
+
+/// All gradients but those of sinks, for which statistics leave terms.
+void other_gradients(const BackwardProblem& problem, Context& context) {
   const Problem& p = problem.forward;
-  if (p.batch * p.heads * p.rows * p.cols == 0) {
+  const bool scores = p.batch * p.heads * p.rows * p.cols > 0;
+  const bool others = problem.d_q.data != nullptr || problem.d_k.data != nullptr || problem.d_v.data != nullptr ||
+                      problem.d_bias.data != nullptr;
+  if (!scores) {
     portable::fill_zeros(problem, context);
+  }
+  if (!scores || !others) {
+    if (problem.sink_terms.data != nullptr) {
+      portable::sink_terms(problem, context);
+    }
     return;
   }
   if (const auto ranges = ranges_of(p); ranges.size() > 1) {
     for (const PatternRange& range : ranges) {
-      backward(part_of(problem, range), context);
+      other_gradients(part_of(problem, range), context);
     }
     if (problem.d_bias.data != nullptr) {
       portable::bias_gradient(problem, context);
@@ -264,6 +275,23 @@ void backward(const BackwardProblem& problem, Context& context) {
     return;
   }
   run_cheapest(problem, context);
+}
+
+}  // namespace
+
+void backward(const BackwardProblem& problem, Context& context) {
+  check(problem.forward);
+  const fretwork::cuda::DeviceScope scope(context.device.index);
+  const Problem& p = problem.forward;
+  if (problem.d_sinks.data == nullptr) {
+    other_gradients(problem, context);
+    return;
+  }
+  const Workspace terms(context, static_cast<std::size_t>(p.batch * p.heads * p.rows) * sizeof(float));
+  BackwardProblem all = problem;
+  all.sink_terms = {terms.data(), p.rows, p.batch * p.rows, 1, 0};
+  other_gradients(all, context);
+  add_up_sinks(all, context);
 }
 
 }  // namespace cuda

@@ -39,6 +39,14 @@ struct KeyPadding {
   bool operator()(std::int64_t of, std::int64_t key) const { return data[of * batch + key * col] != 0; }
 };
 
+/// One more score for each query of a head, whose value is zero: it joins the sum. Absent when data is null.
+struct Sinks {
+  void* data = nullptr;
+  DType dtype = DType::f32;
+  std::int64_t head = 0;
+  std::int64_t row = 0;  ///< where heads are rows
+};
+
 struct Problem {
   DType dtype = DType::f32;
   std::int64_t batch = 0, heads = 0, kv_heads = 0;  ///< query head h uses key head h / (heads / kv_heads)
@@ -60,6 +68,7 @@ struct Problem {
                    ///< is null
   Dropout dropout;
   KeyPadding padding;
+  Sinks sinks;
 };
 
 /// Gradients; absent ones (data null) are not wanted. d_lse may be absent: then it is zero.
@@ -69,6 +78,10 @@ struct BackwardProblem {
   Operand d_q, d_k, d_v;  ///< of the forward's dtype; every element is written
   Bias d_bias;            ///< of the bias's shape: strides 0 where it is broadcast, and summed over there
   std::int64_t bias_sizes[4] = {1, 1, 1, 1};
+  Sinks d_sinks;
+  /// What each row of (batch, head, row) adds to d_sinks, in float: where the GPU's statistics leave it. Absent where
+  /// d_sinks is.
+  Operand sink_terms;
 };
 
 namespace cpu {

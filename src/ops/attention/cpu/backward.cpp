@@ -87,6 +87,9 @@ class Backward {
 
   void run(Plans plans, Plans transposed) {
     gradients_.prepare(plans);
+    if (b_.d_sinks.data != nullptr) {
+      gradients_.store_sinks();
+    }
     if (one_pass(plans)) {
       for (const PlanRange& range : batch_ranges(plans, p_.batch, p_.heads)) {
         all_gradients(range);

@@ -5,6 +5,7 @@
 #include <deque>
 #include <limits>
 
+#include "core/element.h"
 #include "ops/attention/cpu/strips.h"
 
 namespace fretwork::attention_op::cpu {
@@ -227,12 +228,29 @@ class Forward {
     });
   }
 
-  /// A row with no element is zeros, whatever the values of other rows were.
+  /// One more score joins a row's sum; `share` is what the other ones keep. −inf is no score.
+  void join_sink(Head head, std::int64_t token, Acc& top, Acc& sum, Acc& share) const {
+    const Acc sink = read_element<Acc>(p_.sinks.data, p_.sinks.dtype, head.head * p_.sinks.head + token * p_.sinks.row);
+    if (sink == kNone<Acc>) {
+      return;
+    }
+    const Acc most = sum == 0 ? sink : std::max(top, sink);
+    share = sum == 0 ? Acc{0} : std::exp(top - most);
+    sum = sum * share + std::exp(sink - most);
+    top = most;
+  }
+
+  /// A row with no element is zeros, whatever the values of other rows were. `top` is a score as the softmax has it.
   void store(Head head, std::int64_t token, Acc top, Acc sum, Acc* out) const {
     if (sum == 0) {
       std::fill_n(out, p_.value_depth, Acc{0});
     }
-    machine_.rows.narrow(out, p_.value_depth, sum == 0 ? Acc{0} : 1 / sum, row_of(p_.o, p_.dtype, head, token),
+    top *= unit_;
+    Acc share = 1;
+    if (p_.sinks.data != nullptr) {
+      join_sink(head, token, top, sum, share);
+    }
+    machine_.rows.narrow(out, p_.value_depth, sum == 0 ? Acc{0} : share / sum, row_of(p_.o, p_.dtype, head, token),
                          p_.dtype, p_.o.col);
     const auto put = [&](const Operand& to, Acc value) {
       if (to.data != nullptr) {
@@ -247,7 +265,7 @@ class Forward {
     if (p_.lse.data == nullptr && p_.lse_rest.data == nullptr) {
       return;
     }
-    const Acc high = top * unit_, low = std::log(sum), both = high + low, of_low = both - high;
+    const Acc high = top, low = std::log(sum), both = high + low, of_low = both - high;
     put(p_.lse, both);
     put(p_.lse_rest, (high - (both - of_low)) + (low - of_low));  // exact, whichever of the two is larger
   }

@@ -91,6 +91,7 @@ std::optional<Problem> heads_as_rows(const Problem& problem) {
   turn(turned.o);
   turn(turned.lse);
   turn(turned.bias);
+  turn(turned.sinks);
   return turned;
 }
 

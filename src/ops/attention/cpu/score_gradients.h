@@ -7,6 +7,7 @@
 #include <limits>
 #include <optional>
 
+#include "core/element.h"
 #include "ops/attention/cpu/strips.h"
 
 namespace fretwork::attention_op::cpu {
@@ -89,6 +90,25 @@ class ScoreGradients {
       }
     });
     find_rest(plans);
+  }
+
+  /// The gradient of the sinks, −Σ exp(sink − lse)·delta of each head's rows, in their order.
+  void store_sinks() const {
+    const Sinks &sinks = p_.sinks, &to = b_.d_sinks;
+    context_.executor->parallel_for(p_.heads, 1, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t head = begin; head < end; ++head) {
+        const Acc sink = read_element<Acc>(sinks.data, sinks.dtype, head * sinks.head);
+        double sum = 0;
+        for (std::int64_t batch = 0; batch < p_.batch; ++batch) {
+          const std::int64_t first = (batch * p_.heads + head) * p_.rows;
+          for (std::int64_t n = first; n < first + p_.rows; ++n) {
+            const Acc below = sink - lse()[n];
+            sum -= static_cast<double>(std::exp(rest() != nullptr ? below - rest()[n] : below) * delta()[n]);
+          }
+        }
+        write_element(to.data, to.dtype, head * to.head, sum);
+      }
+    });
   }
 
   /// Scores and gradients of probabilities become probabilities and gradients of scores.

@@ -6,6 +6,7 @@
 
 #include "device/barrier.cuh"
 #include "ops/attention/cuda/products.cuh"
+#include "ops/attention/cuda/sinks.cuh"
 #include "ops/attention/cuda/walk.cuh"
 
 namespace fretwork {
@@ -29,6 +30,11 @@ struct DecodeRow {
 /// NaN.
 __device__ __forceinline__ float share_of(const DecodeParams& p, float highest_here, float highest) {
   return exp2_fast((highest_here - (highest == -infinity() ? 0.0f : highest)) * (p.unit * kLog2e));
+}
+
+/// A head's sink as a score of its own, or −∞.
+__device__ __forceinline__ float sink_score(const DecodeParams& p, int head) {
+  return p.sinks.data != nullptr ? sink_of(p.sinks, head) / p.unit : -infinity();
 }
 
 /// Writes a row's log-sum-exp.
@@ -284,12 +290,13 @@ __global__ void __launch_bounds__(32 * attention_op::decode::shape_of(Depth).war
     if (!row.there || col >= p.value_depth) {
       continue;
     }
-    float highest = -infinity();
+    const float sink = p.sums == nullptr ? sink_score(p, row.head) : -infinity();
+    float highest = sink;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
       highest = fmaxf(highest, shares[w][line_of].highest);
     }
-    float sum = 0.0f, x[4] = {};
+    float sum = share_of(p, sink, highest), x[4] = {};
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
       const Share part = shares[w][line_of];
@@ -345,12 +352,13 @@ __global__ void __launch_bounds__(32 * attention_op::decode::kMergeWarps)
   wait_for_earlier_kernel();
 #endif
 
-  float highest = -infinity();
+  const float sink = sink_score(p, head);
+  float highest = sink;
   for (int s = lane; s < p.segments; s += 32) {
     highest = fmaxf(highest, p.shares[place(s)].highest);
   }
   highest = reduce_lanes<32>(highest, take_max{});
-  float sum = 0.0f, x[kWords] = {};
+  float sum = share_of(p, sink, highest), x[kWords] = {};
 #pragma unroll(Depth > 128 ? 2 : 4)
   for (int s = 0; s < p.segments; ++s) {
     const Share part = p.shares[place(s)];

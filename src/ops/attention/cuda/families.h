@@ -112,9 +112,6 @@ bool launch_five_product(const BackwardProblem& problem, const BackwardPlans& pl
 
 namespace fretwork::attention_op::portable {
 
-/// How scores are made of products, as kernels read it.
-ScoreArg score_arg(const Problem& problem);
-
 /// Fits every problem; head dims above 512 throw. Backward: the amount of a transposed plan, whose rows are keys.
 cost::Work cost(const Problem& problem, const Amount& amount, const Context& context);
 cost::Work cost(const BackwardProblem& problem, const Amount& amount, const Context& context);
@@ -127,7 +124,9 @@ void launch(const BackwardProblem& problem, Context& context);
 void find_large_sums(const Problem& problem, RowSum* sums, Context& context);
 /// The gradient of the bias alone; batch elements may have patterns of their own.
 void bias_gradient(const BackwardProblem& problem, Context& context);
-/// All gradients, where there is no score.
+/// What rows add to the gradient of their sinks, alone.
+void sink_terms(const BackwardProblem& problem, Context& context);
+/// All gradients but those of sinks, where there is no score.
 void fill_zeros(const BackwardProblem& problem, Context& context);
 
 }  // namespace fretwork::attention_op::portable

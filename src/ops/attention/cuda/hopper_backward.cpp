@@ -41,18 +41,10 @@ void launch_statistics(const BackwardProblem& b, void* stats, bool in_tiles, Con
   if (sums.data() != nullptr) {
     portable::find_large_sums(p, static_cast<RowSum*>(sums.data()), context);
   }
-  StatsParams params{};
-  params.o = output_arg(p.o);
-  params.d_o = output_arg(b.d_o);
-  params.lse = output_arg(p.lse);
-  params.d_lse = output_arg(b.d_lse);
+  StatsParams params = stats_params(b);
   params.stats = stats;
   params.sums = static_cast<const RowSum*>(sums.data());
   params.in_tiles = in_tiles;
-  params.rows = p.rows;
-  params.all_rows = p.batch * p.heads * p.rows;
-  params.heads = static_cast<int>(p.heads);
-  params.value_depth = static_cast<int>(p.value_depth);
   statistics_config(p)
       .kernel(context.device.index)
       .launch(ceil_div(params.all_rows, 16), 256, 0, &params, context.stream);
@@ -443,7 +435,7 @@ bool launch(const BackwardProblem& b, const BackwardPlans& plans, Context& conte
   prepare_kernels(made.launches, std::move(others), context.device.index);
   launch_statistics(b, numbers, false, context);
   for (const Zeros& zero : made.zeros) {
-    launch_fill(p.dtype, zero.x, {}, zero.sizes, zero.depth, context);
+    launch_fill(p.dtype, zero.x, {}, zero.sizes, zero.depth, {}, context);
   }
   launch_all(made.launches, context);
   finish_others(b, context);

@@ -40,6 +40,7 @@ std::optional<ForwardLaunch> forward_launch(const Problem& p, const HeadRange& r
   params.merge = at > 0 || prepared.fill ? 1 : 0;
   params.scale = static_cast<float>(p.scale * 1.4426950408889634);
   params.value_depth = static_cast<int>(p.value_depth);
+  params.sinks = sinks_arg(p);
   if (score_of(p) != 0) {
     params.more = score_more(p, range.first, c.rows.order, c.cols.order);
     params.more.tops = tops;
@@ -60,6 +61,7 @@ std::optional<ForwardLaunch> forward_launch(const Problem& p, const HeadRange& r
   join.head0 = params.head0;
   join.pack = params.pack;
   join.merge = params.merge;
+  join.sinks = params.sinks;
   return ForwardLaunch{config, prepared.schedules[at].grid, params, join, prepared.schedules[at].parts};
 }
 
@@ -172,12 +174,14 @@ bool launch(const Problem& problem, const Plans& plans, Context& context, int lo
   give_parts(launches, parts);
   prepare_kernels(launches, std::vector<KernelConfig>(fills.empty() ? 0 : 1, {Pass::fill, p.dtype}),
                   context.device.index);
-  if (joins && !fills.empty()) {
+  if (joins && !fills.empty() && p.sinks.data != nullptr) {
+    begin_with_sinks(p, static_cast<RowSum*>(tops.data()), {}, 1.0f, context);
+  } else if (joins && !fills.empty()) {
     driver::fill_zero(tops.data(), tops_bytes, context.stream);
   }
   for (const HeadRange& range : fills) {
     launch_fill(p.dtype, from_head(p.o, range.first, 2), from_head(p.lse, range.first, 4),
-                {p.batch, range.count, p.rows}, p.value_depth, context);
+                {p.batch, range.count, p.rows}, p.value_depth, from_head(sinks_arg(p), range.first), context);
   }
   launch_all(launches, context);
   return true;

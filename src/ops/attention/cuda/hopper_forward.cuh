@@ -6,6 +6,7 @@
 
 #include "ops/attention/cuda/hopper.cuh"
 #include "ops/attention/cuda/hopper_score.cuh"
+#include "ops/attention/cuda/sinks.cuh"
 
 namespace fretwork::attention_op::hopper {
 
@@ -262,18 +263,33 @@ __device__ __forceinline__ void merge_rows(const ForwardParams& p, const T* out,
   __syncwarp();  // the quad has read the old lse
 }
 
+/// The sink of a thread's rows joins their sums.
+__device__ __forceinline__ void join_sink(const ForwardParams& p, int head, DoneRows& rows) {
+  const float sink = sink_of(p.sinks, head) * kLog2e;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float most = fmaxf(sink, rows.lse[h]);
+    if (most != -infinity()) {
+      const float a = exp2_fast(rows.lse[h] - most), sum = a + exp2_fast(sink - most);
+      rows.lse[h] = most + log2_fast(sum);
+      rows.share[h] *= a * reciprocal(sum);
+    }
+  }
+}
+
 /// The same of scores with options, whose log-sum-exps may have no room for a sum: (top, sum) is handed on instead.
 /// done.lse are natural logarithms.
 template <typename T, int kValues>
-__device__ __forceinline__ void merge_scored_rows(const ScoredForwardParams& p, const T* out, RowSum* tops,
+__device__ __forceinline__ void merge_scored_rows(const ScoredForwardParams& p, int head, const T* out, RowSum* tops,
                                                   float (&o)[kValues / 2], const RunningRows& rows, DoneRows& done) {
+  const bool sinks = p.merge == 0 && p.sinks.data != nullptr;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const bool there = done.token[h] >= 0;
     RowSum all{rows.most[h], rows.sum[h]};
     float keep = 0.0f, add = all.sum == 0.0f ? 0.0f : 1.0f / all.sum;
-    if (p.merge != 0 && there) {
-      const RowSum old = tops[done.token[h]];
+    if ((p.merge != 0 || sinks) && there) {
+      const RowSum old = sinks ? sink_sum(sink_of(p.sinks, head)) : tops[done.token[h]];
       if (old.sum != 0.0f) {
         all.top = fmaxf(old.top, rows.sum[h] == 0.0f ? old.top : rows.most[h]);
         const float a = old.sum * exp2_fast((old.top - all.top) * kLog2e);
@@ -289,7 +305,7 @@ __device__ __forceinline__ void merge_scored_rows(const ScoredForwardParams& p, 
     if (threadIdx.x % 4 == 0 && there && tops != nullptr) {
       tops[done.token[h]] = all;
     }
-    if (keep != 0.0f) {
+    if (keep != 0.0f && p.merge != 0) {
       const u32* const from = reinterpret_cast<const u32*>(out + done.token[h] * p.o.row) + threadIdx.x % 4;
 #pragma unroll
       for (int j = 0; j < kValues / 8; ++j) {
@@ -326,9 +342,11 @@ __device__ __forceinline__ void store_rows(const Params& p, int batch, int head,
   }
   if constexpr (kScored) {
     const i64 first = (static_cast<i64>(batch) * p.more.heads + head) * p.more.queries;
-    merge_scored_rows<T, kValues>(p, out, p.more.tops != nullptr ? p.more.tops + first : nullptr, o, rows, done);
+    merge_scored_rows<T, kValues>(p, head, out, p.more.tops != nullptr ? p.more.tops + first : nullptr, o, rows, done);
   } else if (p.merge != 0) {
     merge_rows<T, kValues>(p, out, out_lse, o, done);
+  } else if (p.sinks.data != nullptr) {
+    join_sink(p, head, done);
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -637,7 +655,7 @@ __global__ void __launch_bounds__(kThreads, 1) scored_forward(const __grid_const
   run_forward<T, kDepth, kValues, kGeneral, kSplit, kScore>(p, shared, raw);
 }
 
-/// o = 0 and lse = −∞, one warp for each row.
+/// o = 0 and lse = −∞ or the sink, one warp for each row.
 template <typename T>
 __global__ void __launch_bounds__(256) fill(const __grid_constant__ FillParams p) {
   const i64 index = static_cast<i64>(blockIdx.x) * 8 + threadIdx.x / 32;
@@ -651,7 +669,8 @@ __global__ void __launch_bounds__(256) fill(const __grid_constant__ FillParams p
     store_words<4>(out + 8 * n, zeros);
   }
   if (threadIdx.x % 32 == 0 && p.lse.data != nullptr) {
-    static_cast<float*>(p.lse.data)[batch * p.lse.batch + head * p.lse.head + row * p.lse.row] = -infinity();
+    static_cast<float*>(p.lse.data)[batch * p.lse.batch + head * p.lse.head + row * p.lse.row] =
+        p.sinks.data != nullptr ? sink_of(p.sinks, static_cast<int>(head)) : -infinity();
   }
 }
 

@@ -6,6 +6,7 @@
 #include "device/math.cuh"
 #include "device/reduce.cuh"
 #include "ops/attention/cuda/params.h"
+#include "ops/attention/cuda/sinks.cuh"
 
 namespace fretwork::attention_op::hopper {
 
@@ -63,11 +64,12 @@ __device__ __forceinline__ void join_rows(const Params& p) {
   RowSum* top = nullptr;
   if constexpr (kScored) {
     top = p.tops != nullptr ? p.tops + (static_cast<i64>(split.batch) * p.heads + head) * p.queries + token : nullptr;
-    RowSum old = p.merge != 0 ? *top : RowSum{};
+    const RowSum old = p.merge != 0 ? *top : p.sinks.data != nullptr ? sink_sum(sink_of(p.sinks, head)) : RowSum{};
     shares.add_up(p.shares + first, split.count, old.sum != 0.0f ? old.top : -infinity(), old.sum);
     __syncwarp();
   } else if (weighed) {
-    shares.add_up(p.shares + first, split.count, p.merge != 0 ? *lse * kLog2e : -infinity(), 1.0f);
+    const float old = p.merge != 0 ? *lse : p.sinks.data != nullptr ? sink_of(p.sinks, head) : -infinity();
+    shares.add_up(p.shares + first, split.count, old * kLog2e, 1.0f);
   }
   const Lines& out = p.out[which];
   T* const to = static_cast<T*>(out.data) + split.batch * out.batch + head * out.head + token * out.row;

@@ -192,7 +192,7 @@ std::optional<BiasSource> bias_source(const Problem& p, const Side& queries, con
 ScoreMore score_more(const Problem& p, std::int64_t first, const Order& rows, const Order& cols) {
   const auto size = static_cast<std::int64_t>(size_of(p.bias.dtype));
   ScoreMore more{};
-  more.score = portable::score_arg(p);
+  more.score = score_arg(p);
   fill_cap(p, more);
   more.head0 = static_cast<int>(first);
   more.heads = static_cast<int>(p.heads);
@@ -293,6 +293,13 @@ bool fits(const Problem& p, const Context& context) {
 Operand from_head(Operand x, std::int64_t head, std::int64_t bytes) {
   x.data = static_cast<char*>(x.data) + head * x.head * bytes;
   return x;
+}
+
+SinksArg from_head(SinksArg sinks, std::int64_t head) {
+  if (sinks.data != nullptr) {
+    sinks.data = static_cast<const char*>(sinks.data) + head * sinks.head * (sinks.type == BiasType::f32 ? 4 : 2);
+  }
+  return sinks;
 }
 
 std::optional<Source> make_source(Operand x, const std::array<std::int64_t, 3>& sizes, std::int64_t depth,
@@ -416,8 +423,9 @@ ScoredJoinParams join_of(const Prepared& prepared, std::size_t at) {
 }
 
 void launch_fill(DType dtype, const Operand& x, const Operand& lse, const std::array<std::int64_t, 3>& sizes,
-                 std::int64_t depth, Context& context) {
+                 std::int64_t depth, const SinksArg& sinks, Context& context) {
   FillParams params{};
+  params.sinks = sinks;
   params.o = lines_of(x);
   params.lse = lines_of(lse);
   params.rows = sizes[0] * sizes[1] * sizes[2];

@@ -177,6 +177,7 @@ std::shared_ptr<const Prepared> prepare(const std::shared_ptr<const Plan>& plan,
 /// Whether the copy engine can move the operand's rows, 16 bytes at a time.
 bool movable(const Operand& x);
 Operand from_head(Operand x, std::int64_t head, std::int64_t bytes);
+SinksArg from_head(SinksArg sinks, std::int64_t head);
 Lines lines_of(const Operand& x);
 /// `sizes`: batch, heads, tokens. With `pack` heads in a tile, of `room` rows each, sizes counts such heads.
 std::optional<Source> make_source(Operand x, const std::array<std::int64_t, 3>& sizes, std::int64_t depth,
@@ -228,9 +229,9 @@ using Seen = std::vector<std::unique_ptr<SeenColumns>>;
 /// Has a walk's columns be those keys that are seen, if some are padding.
 SeenTiles see(const Problem& p, const DeviceComponent& component, int side, Walk& walk, Seen& seen, Context& context);
 
-/// Zeros in all rows of x, and −∞ in lse where there is one.
+/// Zeros in all rows of x, and −∞ or the sink in lse where there is one.
 void launch_fill(DType dtype, const Operand& x, const Operand& lse, const std::array<std::int64_t, 3>& sizes,
-                 std::int64_t depth, Context& context);
+                 std::int64_t depth, const SinksArg& sinks, Context& context);
 
 void give_memory(Launch<ScoredForwardParams>& launch, char* memory);
 void give_memory(Launch<ScoredBackwardParams>& launch, char* memory);

@@ -22,16 +22,18 @@ constexpr const char* kSource = "ops/attention/cuda/rows.cuh";
 KernelSpec copy_spec(DType from, DType to) {
   return {kSource, std::string("fretwork::attention_copy<") + device_type(from) + ", " + device_type(to) + ">"};
 }
+KernelSpec sinks_spec() { return {kSource, "fretwork::attention_sinks"}; }
 KernelSpec seen_spec() { return {kSource, "fretwork::attention_seen"}; }
 KernelSpec clear_spec(DType dtype) {
   return {kSource, std::string("fretwork::attention_clear<") + device_type(dtype) + ">"};
 }
 
 std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
-  std::vector<KernelSpec> list{seen_spec()};
+  std::vector<KernelSpec> list{seen_spec(), sinks_spec()};
   for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
     list.push_back(clear_spec(dtype));
     list.push_back(copy_spec(dtype, dtype));
+    list.push_back(sum_spec(dtype));
     if (dtype != DType::f32) {
       list.push_back(copy_spec(DType::f32, dtype));
     }
@@ -93,6 +95,67 @@ double reread_bytes(const Problem& p, double keys) {
 }
 
 OutputArg output_arg(const Operand& out) { return {out.data, out.batch, out.head, out.row, out.col, false}; }
+
+BiasType number_type(DType dtype) {
+  return dtype == DType::f16 ? BiasType::f16 : dtype == DType::bf16 ? BiasType::bf16 : BiasType::f32;
+}
+
+ScoreArg score_arg(const Problem& p) {
+  ScoreArg arg{};
+  arg.scale = static_cast<float>(p.scale);
+  arg.softcap = static_cast<float>(p.softcap);
+  arg.bias = p.bias.data;
+  arg.bias_batch = p.bias.batch;
+  arg.bias_head = p.bias.head;
+  arg.bias_row = p.bias.row;
+  arg.bias_col = p.bias.col;
+  arg.bias_type = number_type(p.bias.dtype);
+  arg.slopes = static_cast<const float*>(p.slopes.data);
+  arg.slope_stride = p.slopes.head;
+  arg.distance = static_cast<int>(p.cols - p.rows);
+  arg.first_batch = static_cast<int>(p.first_batch);
+  arg.seed = reinterpret_cast<const long long*>(p.dropout.seed);
+  arg.threshold = static_cast<unsigned>(std::min(std::floor(p.dropout.rate * 0x1p32), 0x1p32 - 1));
+  arg.kept = p.dropout.rate > 0 ? static_cast<float>(1 / (1 - p.dropout.rate)) : 1.0f;
+  return arg;
+}
+
+StatsParams stats_params(const BackwardProblem& b) {
+  const Problem& p = b.forward;
+  StatsParams params{};
+  params.o = output_arg(p.o);
+  params.d_o = output_arg(b.d_o);
+  params.lse = output_arg(p.lse);
+  params.d_lse = output_arg(b.d_lse);
+  params.rows = p.rows;
+  params.all_rows = p.batch * p.heads * p.rows;
+  params.heads = static_cast<int>(p.heads);
+  params.value_depth = static_cast<int>(p.value_depth);
+  params.sinks = sinks_arg(p);
+  params.sink_terms = output_arg(b.sink_terms);
+  return params;
+}
+
+// ---------------------------------------------------------------------------------------------------- sinks
+
+KernelSpec sum_spec(DType to) { return {kSource, std::string("fretwork::attention_sum<") + device_type(to) + ">"}; }
+
+SinksArg sinks_arg(const Problem& p) { return {p.sinks.data, p.sinks.head, number_type(p.sinks.dtype)}; }
+
+void begin_with_sinks(const Problem& p, RowSum* sums, const Operand& lse, float unit, Context& context) {
+  const SinkParams params{
+      sinks_arg(p), sums, output_arg(lse), unit, p.rows, p.batch * p.heads * p.rows, static_cast<int>(p.heads)};
+  get_kernel(sinks_spec(), context.device.index)
+      .launch(ceil_div(params.all_rows, 256), 256, 0, &params, context.stream);
+}
+
+void add_up_sinks(const BackwardProblem& b, Context& context) {
+  const Problem& p = b.forward;
+  const std::int64_t rows = p.batch * p.rows;
+  const CopyParams sum{
+      b.sink_terms.data, b.d_sinks.data, {1, p.heads, rows, 1}, {0, rows, 1, 0}, {0, b.d_sinks.head, 0, 0}, 0.0f};
+  get_kernel(sum_spec(b.d_sinks.dtype), context.device.index).launch(p.heads, 256, 0, &sum, context.stream);
+}
 
 // ------------------------------------------------------------------------------------------ plans and heads
 

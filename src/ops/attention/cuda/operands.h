@@ -15,6 +15,7 @@
 #include "ops/attention/problem.h"
 #include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
+#include "runtime/kernels.h"
 
 namespace fretwork::attention_op {
 
@@ -70,6 +71,25 @@ class Input {
 OutputArg output_arg(const Operand& out, DType dtype);
 /// For kernels that write elements one by one.
 OutputArg output_arg(const Operand& out);
+
+BiasType number_type(DType dtype);
+/// How scores are made of products, as kernels read it.
+ScoreArg score_arg(const Problem& problem);
+
+/// What both families ask of a row's statistics; where those go is told by them.
+StatsParams stats_params(const BackwardProblem& problem);
+
+// ---------------------------------------------------------------------------------------------------- sinks
+
+SinksArg sinks_arg(const Problem& problem);
+/// Has rows begin with their sinks alone: (top, sum) of each (batch, head, query), tops times `unit`, and lse unless it
+/// is absent.
+void begin_with_sinks(const Problem& problem, RowSum* sums, const Operand& lse, float unit, Context& context);
+/// Adds up the terms of the gradient that statistics left, each head's in the order of batch elements and rows.
+void add_up_sinks(const BackwardProblem& problem, Context& context);
+KernelSpec sum_spec(DType to);
+
+// ---------------------------------------------------------------------------------------------- gradients
 
 /// Where a gradient is made: in place, or in float where several launches add to it.
 class Target {

@@ -92,6 +92,13 @@ struct ScoreArg {
   float kept;          ///< what kept probabilities are multiplied by
 };
 
+/// A score for each query head that joins the sum of its rows and has no value. Absent when data is null.
+struct SinksArg {
+  const void* data;
+  long long head;
+  BiasType type;
+};
+
 /// A row's log-sum-exp in units of log 2 (+∞ for a row without elements) and the sum of dO∘O minus the log-sum-exp's
 /// gradient.
 struct RowStats {
@@ -196,6 +203,18 @@ struct StatsParams {
   bool in_tiles;                 ///< of 64 rows, which are then those of a head: 64 × lse, 64 × delta
   long long rows, all_rows;      ///< of a head, of all
   int heads, value_depth;
+  SinksArg sinks;
+  OutputArg sink_terms;  ///< of each row, what it adds to the gradient of its sink; absent when data is null
+};
+
+/// Rows before their first component: the sink alone.
+struct SinkParams {
+  SinksArg sinks;
+  RowSum* sums;   ///< of each (batch, head, query); `unit` is what tops count
+  OutputArg lse;  ///< absent when data is null
+  float unit;
+  long long rows, all_rows;  ///< of a head, of all
+  int heads;
 };
 
 /// Element (a, b, c, d) of `from`, or `value` where that is null, to `to`.
@@ -279,6 +298,7 @@ struct Params {
   int steps, segments, tiles;  ///< CTA = (pair·segments + segment)·tiles + tile
   int rows, heads, kv_heads, ratio, depth, value_depth;
   long long all_rows;  ///< of all heads and batches
+  SinksArg sinks;
 };
 
 /// Warps each with a ring of stages of their own. All rings together leave room for two CTAs on a multiprocessor of
@@ -402,6 +422,7 @@ struct ForwardParams {
   int merge;        ///< 1: o and lse hold what earlier components gave
   int value_depth;  ///< columns of o; q, k and v have zeros beyond theirs
   float scale;      ///< times log2(e)
+  SinksArg sinks;   ///< which join where `merge` is 0
   int pack;
   const PieceOf* pieces;  ///< of each item
   float* sums;            ///< of parts: kRows lines each
@@ -529,11 +550,12 @@ struct JoinParams {
   const float* sums[2];  ///< of one or two results
   const Share* shares;
   Lines out[2], lse;
-  int lines[2];  ///< columns that a line of sums has
-  int depth[2];  ///< and those of the results
-  int head0;     ///< the first head of results
-  int pack;      ///< log2 of the heads in a tile
-  int merge;     ///< 1: results hold what earlier components gave
+  int lines[2];    ///< columns that a line of sums has
+  int depth[2];    ///< and those of the results
+  int head0;       ///< the first head of results
+  int pack;        ///< log2 of the heads in a tile
+  int merge;       ///< 1: results hold what earlier components gave
+  SinksArg sinks;  ///< which join where `merge` is 0
 };
 
 struct ScoredJoinParams : JoinParams {
@@ -546,6 +568,7 @@ struct FillParams {
   Lines o, lse;    ///< lse may be null
   long long rows;  ///< of all heads and batches
   int per_head, heads, depth;
+  SinksArg sinks;
 };
 
 }  // namespace fretwork::attention_op::hopper

@@ -19,7 +19,6 @@
 namespace fretwork::attention_op {
 namespace {
 
-using portable::score_arg;
 namespace driver = fretwork::cuda;
 
 constexpr const char* kForwardSource = "ops/attention/cuda/portable.cuh";
@@ -149,7 +148,6 @@ KernelSpec stats_spec(DType dtype, bool score) {
   return {kRowsSource,
           std::string("fretwork::attention_stats<") + device_type(dtype) + ", 1, " + (score ? "true>" : "false>")};
 }
-KernelSpec sum_spec(DType to) { return {kRowsSource, std::string("fretwork::attention_sum<") + device_type(to) + ">"}; }
 
 constexpr std::pair<bool, bool> kBiasKernels[] = {{false, false}, {false, true}, {true, true}};  // keys, row_sums
 
@@ -189,7 +187,6 @@ std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
     if (dtype != DType::f32) {
       list.push_back(stats_spec(dtype, false));
     }
-    list.push_back(sum_spec(dtype));
   }
   return list;
 }
@@ -264,6 +261,15 @@ std::size_t sums_bytes(const Problem& p) {
   return static_cast<std::size_t>(p.batch * p.heads * p.rows) * sizeof(RowSum);
 }
 
+/// What rows have before their first component: nothing, or a sink. Of lse the latter alone.
+void begin_sums(const Problem& p, RowSum* sums, const Operand& lse, Context& context) {
+  if (p.sinks.data != nullptr) {
+    begin_with_sinks(p, sums, lse, scored(p) ? 1.0f : 1.4426950408889634f, context);
+  } else {
+    driver::fill_zero(sums, sums_bytes(p), context.stream);
+  }
+}
+
 /// `merge`: results hold something before the first component.
 void launch_forward(const KernelConfig& config, const std::vector<Prepared>& sets, ForwardParams& params, bool merge,
                     Context& context) {
@@ -287,12 +293,25 @@ void launch_forward(const KernelConfig& config, const std::vector<Prepared>& set
 /// A large log-sum-exp has lost its smaller part to rounding: the forward again, for tiles that have such rows.
 void find_sums(const Problem& p, const Input& q, const Input& k, const Input& v, RowSum* sums, Context& context) {
   const KernelConfig config = config_for(Pass::forward, p, context);
-  driver::fill_zero(sums, sums_bytes(p), context.stream);
+  begin_sums(p, sums, {}, context);
   ForwardParams params = forward_params(p, q, k, v);
   params.lse = output_arg(p.lse, DType::f32);
   params.sums = sums;
   params.again = true;
   launch_forward(config, prepare(p, config.tile(), false, context), params, true, context);
+}
+
+std::size_t stats_bytes(const Problem& p) {
+  return static_cast<std::size_t>(p.batch * p.heads * p.rows) * (scored(p) ? sizeof(ScoreStats) : sizeof(RowStats));
+}
+void launch_statistics(const BackwardProblem& b, void* stats, const RowSum* sums, Context& context) {
+  StatsParams params = stats_params(b);
+  params.stats = stats;
+  params.sums = sums;
+  if (params.all_rows > 0) {
+    get_kernel(stats_spec(b.forward.dtype, scored(b.forward)), context.device.index)
+        .launch(ceil_div(params.all_rows, 8), 256, 0, &params, context.stream);
+  }
 }
 
 /// What the gradients of a call read.
@@ -310,28 +329,13 @@ struct Given {
         v(b.forward.v, {b.forward.batch, b.forward.kv_heads, b.forward.cols, b.forward.value_depth}, b.forward.dtype,
           context),
         d_o(b.d_o, {b.forward.batch, b.forward.heads, b.forward.rows, b.forward.value_depth}, b.forward.dtype, context),
-        stats(context, static_cast<std::size_t>(b.forward.batch * b.forward.heads * b.forward.rows) *
-                           (scored(b.forward) ? sizeof(ScoreStats) : sizeof(RowStats))),
+        stats(context, stats_bytes(b.forward)),
         sums(context, may_be_large(b.forward) ? sums_bytes(b.forward) : 0) {
     const Problem& p = b.forward;
     if (sums.data() != nullptr) {
       find_sums(p, q, k, v, static_cast<RowSum*>(sums.data()), context);
     }
-    StatsParams params{};
-    params.sums = static_cast<const RowSum*>(sums.data());
-    params.o = output_arg(p.o, p.dtype);
-    params.d_o = output_arg(b.d_o, p.dtype);
-    params.lse = output_arg(p.lse, DType::f32);
-    params.d_lse = output_arg(b.d_lse, DType::f32);
-    params.stats = stats.data();
-    params.rows = p.rows;
-    params.all_rows = p.batch * p.heads * p.rows;
-    params.heads = static_cast<int>(p.heads);
-    params.value_depth = static_cast<int>(p.value_depth);
-    if (params.all_rows > 0) {
-      get_kernel(stats_spec(p.dtype, scored(p)), context.device.index)
-          .launch(ceil_div(params.all_rows, 8), 256, 0, &params, context.stream);
-    }
+    launch_statistics(b, stats.data(), static_cast<const RowSum*>(sums.data()), context);
   }
 
  private:
@@ -421,9 +425,6 @@ void key_gradients(const Given& given, Context& context) {
   clear_padding(b, context);
 }
 
-BiasType bias_type(DType dtype) {
-  return dtype == DType::f16 ? BiasType::f16 : dtype == DType::bf16 ? BiasType::bf16 : BiasType::f32;
-}
 bool is_contiguous(const Operand& x, const Sizes& s) {
   const Operand packed = contiguous(x.data, s, s.cols);
   return (x.batch == packed.batch || s.batch == 1) && (x.head == packed.head || s.heads == 1) &&
@@ -551,7 +552,7 @@ void add_up_elements(const Given& given, const BiasPlan& of, std::span<const Pat
     }
     BiasGradientParams params = bias_params(given, false, out);
     params.add = false;
-    params.out_type = bias_type(b.d_bias.dtype);
+    params.out_type = number_type(b.d_bias.dtype);
     params.pairs = out.col == 1 && is_aligned(out.data, 2 * size_of(b.d_bias.dtype));
     launch_bias(b, of, sets, params, context);
     return;
@@ -598,26 +599,6 @@ cost::Work cost(const KernelConfig& config, const Amount& all, int products, dou
 
 namespace portable {
 
-ScoreArg score_arg(const Problem& p) {
-  ScoreArg arg{};
-  arg.scale = static_cast<float>(p.scale);
-  arg.softcap = static_cast<float>(p.softcap);
-  arg.bias = p.bias.data;
-  arg.bias_batch = p.bias.batch;
-  arg.bias_head = p.bias.head;
-  arg.bias_row = p.bias.row;
-  arg.bias_col = p.bias.col;
-  arg.bias_type = bias_type(p.bias.dtype);
-  arg.slopes = static_cast<const float*>(p.slopes.data);
-  arg.slope_stride = p.slopes.head;
-  arg.distance = static_cast<int>(p.cols - p.rows);
-  arg.first_batch = static_cast<int>(p.first_batch);
-  arg.seed = reinterpret_cast<const long long*>(p.dropout.seed);
-  arg.threshold = static_cast<unsigned>(std::min(std::floor(p.dropout.rate * 0x1p32), 0x1p32 - 1));
-  arg.kept = p.dropout.rate > 0 ? static_cast<float>(1 / (1 - p.dropout.rate)) : 1.0f;
-  return arg;
-}
-
 cost::Work cost(const Problem& p, const Amount& all, const Context& context) {
   cost::Work made = cost(config_for(Pass::forward, p, context), all, 2, 390e6, 320e6, context);
   made.memory = copies_us(operand_bytes(p), reread_bytes(p, all.keys));
@@ -637,14 +618,15 @@ void launch(const Problem& p, Context& context) {
   const Input q(p.q, {p.batch, p.heads, p.rows, p.depth}, p.dtype, context);
   const Input k(p.k, {p.batch, p.kv_heads, p.cols, p.depth}, p.dtype, context);
   const Input v(p.v, {p.batch, p.kv_heads, p.cols, p.value_depth}, p.dtype, context);
-  const bool fills = !all_cover(sets), merges = fills || !one_component_each(sets);
+  const bool sinks = p.sinks.data != nullptr, fills = sinks || !all_cover(sets),
+             merges = fills || !one_component_each(sets);
   const Workspace sums(context, merges ? sums_bytes(p) : 0);
   if (fills) {
     fill(p.o, {p.batch, p.heads, p.rows, p.value_depth}, p.dtype, 0.0f, context);
-    if (p.lse.data != nullptr) {
+    if (p.lse.data != nullptr && !sinks) {
       fill(p.lse, {p.batch, p.heads, p.rows, 1}, DType::f32, -std::numeric_limits<float>::infinity(), context);
     }
-    driver::fill_zero(sums.data(), sums_bytes(p), context.stream);
+    begin_sums(p, static_cast<RowSum*>(sums.data()), p.lse, context);
   }
   ForwardParams params = forward_params(p, q, k, v);
   params.o = output_arg(p.o, p.dtype);
@@ -680,6 +662,11 @@ void find_large_sums(const Problem& p, RowSum* sums, Context& context) {
 }
 
 void bias_gradient(const BackwardProblem& problem, Context& context) { add_up_bias(Given(problem, context), context); }
+
+void sink_terms(const BackwardProblem& problem, Context& context) {
+  const Workspace stats(context, stats_bytes(problem.forward));
+  launch_statistics(problem, stats.data(), nullptr, context);
+}
 
 /// All gradients where there is not a score.
 void fill_zeros(const BackwardProblem& b, Context& context) {

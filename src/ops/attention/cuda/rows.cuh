@@ -5,6 +5,7 @@
 #include "device/load.cuh"
 #include "device/reduce.cuh"
 #include "ops/attention/cuda/params.h"
+#include "ops/attention/cuda/sinks.cuh"
 #include "ops/attention/cuda/walk.cuh"
 
 namespace fretwork {
@@ -40,6 +41,10 @@ __global__ void __launch_bounds__(256) attention_stats(const __grid_constant__ a
       const RowSum all =
           p.sums != nullptr && is_large(lse) ? p.sums[at] : RowSum{lse == -infinity() ? infinity() : lse, 1.0f};
       const ScoreStats made{all.top, sum - given, log2f(all.sum), 0.0f};
+      if (p.sink_terms.data != nullptr) {
+        const float below = (sink_of(p.sinks, static_cast<int>(head)) - made.lse) * kLog2e - made.rest;
+        static_cast<float*>(p.sink_terms.data)[place(p.sink_terms)] = -exp2_fast(below) * made.delta;
+      }
       if (p.in_tiles) {
         float* const to = reinterpret_cast<float*>(static_cast<ScoreStats*>(p.stats) + at / 64 * 64) + at % 64;
         to[0] = made.lse;
@@ -52,6 +57,11 @@ __global__ void __launch_bounds__(256) attention_stats(const __grid_constant__ a
     }
     auto* const stats = static_cast<RowStats*>(p.stats);
     const float lse_2 = lse == -infinity() ? infinity() : lse * kLog2e;
+    if (p.sink_terms.data != nullptr) {
+      const float below = (sink_of(p.sinks, static_cast<int>(head)) - lse) * kLog2e;
+      static_cast<float*>(p.sink_terms.data)[place(p.sink_terms)] =
+          lse == -infinity() ? 0.0f : -exp2_fast(below) * (sum - given);
+    }
     if (p.in_tiles) {
       float* const to = reinterpret_cast<float*>(stats + at / 64 * 64) + at % 64;
       to[0] = lse_2;
@@ -59,6 +69,20 @@ __global__ void __launch_bounds__(256) attention_stats(const __grid_constant__ a
     } else {
       stats[at] = {lse_2, sum - given};
     }
+  }
+}
+
+/// What rows with sinks have before their first component, a thread for each.
+__global__ void __launch_bounds__(256) attention_sinks(const __grid_constant__ attention_op::SinkParams p) {
+  const i64 at = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
+  if (at >= p.all_rows) {
+    return;
+  }
+  const i64 set = at / p.rows, batch = set / p.heads, head = set - batch * p.heads;
+  const float sink = sink_of(p.sinks, static_cast<int>(head));
+  p.sums[at] = attention_op::sink_sum(sink * p.unit);
+  if (p.lse.data != nullptr) {
+    static_cast<float*>(p.lse.data)[batch * p.lse.batch + head * p.lse.head + (at - set * p.rows) * p.lse.row] = sink;
   }
 }
 
@@ -173,6 +197,7 @@ __global__ void __launch_bounds__(256) attention_sum(const __grid_constant__ att
     to += at * p.to_strides[d];
   }
   float sum = 0.0f;
+#pragma unroll 8
   for (i64 n = brief ? 0 : threadIdx.x; n < p.sizes[2]; n += brief ? 1 : 256) {
     sum += static_cast<const float*>(p.from)[from + n * p.from_strides[2]];
   }

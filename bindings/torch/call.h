@@ -123,8 +123,8 @@ inline fretwork::Device device_of(const Tensor& tensor) {
   return {cuda ? fretwork::DeviceType::cuda : fretwork::DeviceType::cpu, cuda ? tensor.get_device_index() : 0};
 }
 
-/// What an argument may hold, in words. Only what belongs to 2:4 matrices is an integer of more than 8 bits or an
-/// unsigned one: i16 and what DType has behind it.
+/// What an argument may hold, in words. Only what belongs to 2:4 matrices, and lists of blocks, are integers of more
+/// than 8 bits or unsigned ones: i16 and what DType has behind it.
 struct Kinds {
   const char* words;
   bool integers = false;

@@ -189,6 +189,21 @@ inline void attention_backward(const ConstTensorView& q, const ConstTensorView& 
 /// elements they multiply. Empty where there are no elements, and beyond four million positions.
 std::string attention_cost(const PatternPtr& pattern);
 
+struct SelectOptions {
+  std::int64_t block_q = 128, block_k = 128;  ///< queries and keys of a block: 16, 32, 64 or 128
+  bool causal = true;                         ///< key blocks after the query block's last position are out
+  std::int64_t first = 1, last = 1;           ///< so many first blocks, and last ones up to the query's own, are in
+};
+
+/// The `top_k` key blocks with the best scores for each query block: the mean of its queries, over the query heads that
+/// share a key head as well, times the mean of the block's keys, in f32; ties go to the lower index. The position of
+/// query i is i + Sk − Sq, and a query block's own key block is that of its last position. Where there are fewer blocks
+/// than top_k, all are listed. q (B,Hq,Sq,D), k (B,Hk,Sk,D); counts (B,Hk,R) and indices (B,Hk,R,top_k) of i32, R =
+/// ⌈Sq/block_q⌉; indices ascend, and are −1 from the count on. top_k is at least first + last. Nothing of the result is
+/// known to the host.
+void select_blocks(const ConstTensorView& q, const ConstTensorView& k, std::int64_t top_k, const TensorView& counts,
+                   const TensorView& indices, Context& context, const SelectOptions& options = {});
+
 /// SPLAT's operators. Scores are stored side by side, (B,H,Sq,W), W the entries of the longest row: the entries of a
 /// row are its keys in ascending order (RegularPattern::entries). What lies behind a row's end is written as zero and
 /// never used. Heads of k and v are shared as in attention.

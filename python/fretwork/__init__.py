@@ -19,11 +19,22 @@ if importlib.util.find_spec("torch") is not None:  # fretwork.jax needs no torch
     from fretwork import jit, kronecker, nn, two_four
     from fretwork.attention import alibi, attention  # the function takes the module's place in this namespace
     from fretwork.block import block_softmax, dds, dsd, sdd
-    from fretwork.block_lists import BlockLists
+    from fretwork.block_lists import BlockLists, select_blocks
     from fretwork.conv import block_conv2d
     from fretwork.kronecker import ksmm, ksmm_chain
     from fretwork.regular import r_sddmm, r_softmax, r_spmm
     from fretwork.two_four import TwoFour
 
     __all__ += ["alibi", "attention", "block_conv2d", "block_softmax", "dds", "dsd", "jit", "kronecker", "ksmm"]
-    __all__ += ["BlockLists", "TwoFour", "ksmm_chain", "nn", "r_sddmm", "r_softmax", "r_spmm", "sdd", "two_four"]
+    __all__ += [
+        "BlockLists",
+        "TwoFour",
+        "ksmm_chain",
+        "nn",
+        "r_sddmm",
+        "r_softmax",
+        "r_spmm",
+        "sdd",
+        "select_blocks",
+        "two_four",
+    ]

@@ -403,6 +403,39 @@ def check_patterns(op: str, patterns: Sequence[Pattern], batch: int, heads: int,
             fail(op, "pattern", "a regular pattern, a block layout of one head or a Kronecker pattern", p.text)
 
 
+# The selection of key blocks
+
+
+def check_select_blocks(
+    q: Operand, k: Operand, top_k: int, block: tuple[int, int], first: int, last: int
+) -> tuple[int, int, int]:
+    """Gives the shape of the counts."""
+    op = "select_blocks"
+    if len(q.shape) != 4:
+        fail(op, "q", "4 dimensions (B, Hq, Sq, D)", q.shape)
+    check_floating(op, q)
+    batch, heads, rows, depth = q.shape
+    if depth < 1:
+        fail(op, "q", "a last dimension of at least 1", q.shape)
+    if k.dtype != q.dtype:
+        fail(op, "k", f"{q.dtype} like q", k.dtype)
+    if len(k.shape) != 4 or k.shape[0] != batch or k.shape[3] != depth:
+        fail(op, "k", f"({batch}, Hk, Sk, {depth})", k.shape)
+    kv_heads = k.shape[1]
+    if heads != kv_heads if 0 in (heads, kv_heads) else heads % kv_heads != 0:
+        fail(op, "k", f"a number of heads that divides the {heads} of q", k.shape)
+    _check_device(op, k, q)
+    for side in block:
+        if side not in (16, 32, 64, 128):
+            fail(op, "block", "16, 32, 64 or 128", side)
+    for name, count in (("first", first), ("last", last)):
+        if count < 0:
+            fail(op, name, "0 or more", count)
+    if top_k < 1 or top_k < first + last:
+        fail(op, "top_k", f"at least 1 and first + last, {first} + {last}", top_k)
+    return batch, kv_heads, -(-rows // block[0])
+
+
 # SPLAT's operators
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from fretwork._checks import refuse
+from fretwork._checks import fail, flag, refuse, whole_number
 from fretwork._torch.arguments import check_tensor, dtype_name
+from fretwork._torch.select_blocks import select_blocks_op
 
-__all__ = ["BlockLists"]
+__all__ = ["BlockLists", "select_blocks"]
 
 
 class BlockLists:
@@ -45,3 +48,51 @@ class BlockLists:
 
     def __repr__(self) -> str:
         return f"BlockLists(counts={tuple(self.counts.shape)}, indices={tuple(self.indices.shape)})"
+
+
+def select_blocks(
+    q: Tensor,
+    k: Tensor,
+    top_k: int,
+    block: int | tuple[int, int] = 128,
+    causal: bool = True,
+    first: int = 1,
+    last: int = 1,
+) -> BlockLists:
+    """The `top_k` key blocks with the best scores for each query block, as lists for `fw.attention(blocks=)`.
+
+    q is (B, Hq, Sq, D), k (B, Hk, Sk, D); `block` is the side of a block, 16, 32, 64 or 128, or a pair of them for
+    queries and keys. The score is the mean of a block's queries, over the heads that share a key head too, times the
+    mean of a block's keys, in float32; ties go to the lower index. Query i has the position p = i + Sk − Sq, and a
+    query block's own key block is that of its last position. With `causal`, blocks after it are out. The `first` blocks
+    and the `last` ones up to the own are always among the `top_k`, which is at least first + last. Where there are
+    fewer blocks, all of them are listed. The result is (B, Hk, R, top_k) for R query blocks, with indices ascending and
+    −1 from the count on. No matrix of scores is stored, nothing is read on the host, and there is no gradient.
+
+    >>> import torch, fretwork as fw
+    >>> k = torch.eye(4).repeat_interleave(16, 0)[None, None]  # a direction of its own for each block
+    >>> q = 3 * k + 2 * k.roll(32, 2)                          # and queries that like it, and the one two blocks away
+    >>> lists = fw.select_blocks(q, k, 2, block=16, first=0)
+    >>> lists.counts.tolist(), lists.indices.tolist()
+    ([[[1, 2, 2, 2]]], [[[[0, -1], [0, 1], [0, 2], [1, 3]]]])
+    """
+    op = "select_blocks"
+    check_tensor(op, "q", q)
+    check_tensor(op, "k", k)
+    sides = _sides(op, block)
+    top_k, first, last = (_number(op, name, n) for name, n in (("top_k", top_k), ("first", first), ("last", last)))
+    causal = flag(op, "causal", causal)
+    return BlockLists(*select_blocks_op(q.detach(), k.detach(), top_k, *sides, causal, first, last))
+
+
+def _number(op: str, argument: str, value: Any) -> int:
+    return value if type(value) is int else whole_number(op, argument, value)
+
+
+def _sides(op: str, block: Any) -> tuple[int, int]:
+    """Of queries and of keys."""
+    sides = tuple(block) if isinstance(block, (tuple, list)) else (block, block)
+    if len(sides) != 2:
+        fail(op, "block", "one or a pair of 16, 32, 64 or 128", block)
+    rows, cols = (_number(op, "block", side) for side in sides)
+    return rows, cols

@@ -1,0 +1,31 @@
+"""torch's rules for the selection of key blocks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fretwork import _shapes
+from fretwork._torch.registration import operand, ops
+from fretwork._torch.vmap import mapped
+
+select_blocks_op = ops.select_blocks.default
+
+
+@torch.library.register_fake("fretwork::select_blocks")
+def _fake(
+    q: Tensor, k: Tensor, top_k: int, block_q: int, block_k: int, causal: bool, first: int, last: int
+) -> tuple[Tensor, Tensor]:
+    shape = _shapes.check_select_blocks(operand("q", q), operand("k", k), top_k, (block_q, block_k), first, last)
+    return q.new_empty(shape, dtype=torch.int32), q.new_empty((*shape, top_k), dtype=torch.int32)
+
+
+def _vmap(info: Any, in_dims: tuple[Any, ...], q: Tensor, k: Tensor, *rest: Any) -> tuple[Any, Any]:
+    size = info.batch_size
+    q, k = (mapped(t, d, size) for t, d in zip((q, k), in_dims, strict=False))
+    found = select_blocks_op(q, k, *rest)
+    batch = q.shape[0] // size if size else 0
+    return tuple(t.unflatten(0, (size, batch)) for t in found), (0, 0)
+
+
+torch.library.register_vmap("fretwork::select_blocks", _vmap)

@@ -106,6 +106,55 @@ def test_vmap_and_its_gradient(feature):
             assert jnp.allclose(x[n], y, atol=1e-4)
 
 
+@pytest.mark.parametrize("extra", ["none", "bias", "padding"])
+def test_sinks(extra):
+    pattern = parse("strided((30, 40), 6) | band((30, 40), 3, 1, 2)")
+    tensors = [*inputs(pattern), torch.randn(4, requires_grad=True)]
+    if extra == "bias":
+        tensors.append(torch.randn(4, 1, 40, requires_grad=True))
+    padding = torch.arange(40)[None] >= torch.tensor([[30], [0]]) if extra == "padding" else None
+    arrays = [to_jax(t) for t in tensors]
+
+    def call(module, q, k, v, sinks, bias=None):
+        hidden = padding if padding is None or module is fw else to_jax(padding)
+        return module.attention(q, k, v, pattern, bias=bias, sinks=sinks, key_padding_mask=hidden, return_lse=True)
+
+    want = call(fw, *tensors)
+    weights = [torch.randn_like(t) for t in want]
+    for x, y in zip(jax.jit(lambda *a: call(fwj, *a))(*arrays), want, strict=True):
+        close(x, y)
+
+    def loss(*a):
+        return sum((x * to_jax(w)).sum() for x, w in zip(call(fwj, *a), weights, strict=True))
+
+    gradients = jax.jit(jax.grad(loss, argnums=tuple(range(len(arrays)))))(*arrays)
+    for x, y in zip(gradients, torch.autograd.grad(want, tensors, weights), strict=True):
+        close(x, y, 1e-4)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_vmap_of_sinks(own):
+    pattern = parse("causal(20)")
+    q, k, v = (jnp.stack([to_jax(t), 2 * to_jax(t)]) for t in inputs(pattern))
+    sinks = to_jax(torch.randn(2, 4))
+
+    def loss(q, k, v, sinks):
+        return (fwj.attention(q, k, v, pattern, sinks=sinks) ** 2).sum()
+
+    both = jax.value_and_grad(loss, argnums=(0, 1, 2, 3))
+    values, gradients = jax.vmap(both, in_axes=(0, 0, 0, 0 if own else None))(q, k, v, sinks if own else sinks[0])
+    for n in range(2):
+        value, alone = both(q[n], k[n], v[n], sinks[n if own else 0])
+        assert jnp.allclose(values[n], value, rtol=1e-4)
+        for x, y in zip(gradients, alone, strict=True):
+            assert jnp.allclose(x[n], y, atol=1e-4)
+
+
+def test_no_pattern():
+    q, k, v = map(to_jax, inputs(parse("full((20, 30))")))
+    assert jnp.array_equal(fwj.attention(q, k, v), fwj.attention(q, k, v, parse("full((20, 30))")))
+
+
 def test_dropout():
     pattern = parse("full(30)")
     q, k, v = map(to_jax, inputs(pattern))

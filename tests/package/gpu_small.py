@@ -190,6 +190,41 @@ def attention(device):
             o.square().sum().backward()
 
 
+def sinks(device):
+    """In rows of one component and of several, with keys and without, split and whole, with options and none."""
+    cases = [
+        (torch.bfloat16, 128, "causal(300)", {}),
+        (torch.float16, 64, "strided(300,16)", {}),
+        (torch.bfloat16, 64, "longformer(1500,20,(0,7))", {}),
+        (torch.bfloat16, 64, "causal((300,150))", {"softcap": 3.0}),
+        (torch.float16, 64, "strided(300,16)", {"bias": True}),
+        (torch.bfloat16, 192, "sliding_window(300,20,3)", {}),
+        (torch.bfloat16, 40, "causal((9,700))", {}),
+        (torch.float32, 40, "strided(150,16)", {"bias": True}),
+        (torch.bfloat16, 20, "causal(150)", {}),
+    ]
+    for dtype, depth, text, options in cases:
+        pattern = fw.Pattern.parse(text)
+        rows, cols = pattern.shape
+        more = dict(options, bias=tensor(device, dtype, 4, 1, cols).requires_grad_()) if "bias" in options else options
+        q, k, v = (tensor(device, dtype, 2, h, s, depth).requires_grad_() for h, s in ((4, rows), (2, cols), (2, cols)))
+        scores = tensor(device, dtype, 4).requires_grad_()
+        fw.attention(q, k, v, pattern, sinks=scores, **more).square().sum().backward()
+        with torch.no_grad():
+            fw.attention(q, k, v, pattern, sinks=scores.float(), **more)
+
+
+def selection(device):
+    for dtype, depth, rows, cols in (
+        (torch.bfloat16, 128, 500, 700),
+        (torch.float16, 33, 100, 90),
+        (torch.float32, 64, 40, 120_000),
+    ):
+        q, k = (tensor(device, dtype, 2, h, s, depth) for h, s in ((4, rows), (2, cols)))
+        fw.select_blocks(q, k, 5, 16)
+        fw.select_blocks(q, k, 3, (64, 32), causal=False, first=0)
+
+
 def decoding(device):
     for dtype, depth in ((torch.float16, 64), (torch.bfloat16, 128)):
         pattern = fw.patterns.sinks((2, 1500), 4, 900)

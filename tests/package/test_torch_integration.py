@@ -66,7 +66,7 @@ def test_opcheck(op, device):
 
 def test_every_op_has_its_rules():
     """What has no fake cannot be traced, and without a gradient one would be lost in silence."""
-    none = {"two_four_canonical", "two_four_check"}  # words and checks
+    none = {"two_four_canonical", "two_four_check", "select_blocks"}  # words, checks and lists
     every = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fretwork::")]
     for name in set(every) - {"fretwork::_nothing"}:
         has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, name)
@@ -410,6 +410,16 @@ def bad_calls():
     yield layout.pack, (torch.ones(2, 48, 32).int(),), {}
     yield fw.BlockLayout([[1, 1]] * 3, 16).pack, (torch.ones(48, 33),), {}
     yield layout.unpack, (torch.ones(1, 1, 6, 16, 16),), {}
+    q, k = torch.ones(2, 4, 64, 8), torch.ones(2, 2, 64, 8)
+    for wrong in (torch.ones(3), torch.ones(1, 4), torch.ones(4).int(), torch.ones(4).half()):
+        yield fw.attention, (q, k, k), dict(sinks=wrong)
+    for wrong in (k[..., 1:], k[:1], k.half(), torch.ones(2, 3, 64, 8)):
+        yield fw.select_blocks, (q, wrong, 3), {}
+    yield fw.select_blocks, (q[0], k, 3), {}
+    yield fw.select_blocks, (q, k, 1), {}
+    yield fw.select_blocks, (q, k, 3, 24), {}
+    yield fw.select_blocks, (q, k, 3), dict(first=-1)
+    yield fw.select_blocks, (q, k, 3), dict(last=-1)
 
 
 @pytest.mark.parametrize("number", range(sum(1 for _ in bad_calls())))

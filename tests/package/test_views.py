@@ -137,7 +137,10 @@ def attention(rng: random.Random) -> tuple[Callable[..., Tensor], list[Any]]:
     (hq, hk), depth, value = rng.choice([(2, 2), (4, 1)]), rng.choice([64, 128, 40, 192]), rng.choice([64, 128, 40])
     bias = rng.choice([[], [(1, 1, sq, sk)], [(2, hq, sq, sk)]])
     shapes: list[Any] = [(2, hq, sq, depth), (2, hk, sk, depth), (2, hk, sk, value), *bias]
-    return lambda q, k, v, b=None: fw.attention(q, k, v, pattern, bias=b), shapes
+    if rng.random() < 0.5:
+        return lambda q, k, v, b=None: fw.attention(q, k, v, pattern, bias=b), shapes
+    shapes.insert(3, (hq,))
+    return lambda q, k, v, s, b=None: fw.attention(q, k, v, pattern, bias=b, sinks=s), shapes
 
 
 def convolution(rng: random.Random) -> tuple[Callable[..., Tensor], list[Any]]:

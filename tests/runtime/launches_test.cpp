@@ -144,11 +144,36 @@ TEST_F(RecordedOps, Attention) {
                      k = tensor(dtype, {batch, kv_heads, length, depth});
     const TensorView out = tensor(dtype, {batch, heads, queries, depth}),
                      lse = tensor(DType::f32, {batch, heads, queries});
-    attention(q, k, k, pattern, out, lse, context_);
+    AttentionOptions options;
+    AttentionGradients gradients;
+    if (coin()) {
+      options.sinks = tensor(coin() ? dtype : DType::f32, {heads});
+      gradients.sinks = tensor(options.sinks->dtype, {heads});
+    }
+    attention(q, k, k, pattern, out, lse, context_, options);
     const TensorView d_q = tensor(dtype, {batch, heads, queries, depth}),
                      d_k = tensor(dtype, {batch, kv_heads, length, depth}),
                      d_v = tensor(dtype, {batch, kv_heads, length, depth});
-    attention_backward(q, k, k, pattern, out, lse, out, {}, {d_q, d_k, d_v}, context_);
+    gradients.q = d_q;
+    gradients.k = d_k;
+    gradients.v = d_v;
+    attention_backward(q, k, k, pattern, out, lse, out, {}, gradients, context_, options);
+  }
+}
+
+TEST_F(RecordedOps, SelectBlocks) {
+  for (int n = 0; n < 60; ++n, memory_.clear()) {
+    const DType dtype = type();
+    const Index batch = pick({1, 3}), heads = pick({4, 8}), kv_heads = pick({1, 4}), depth = pick({33, 64, 128, 1024});
+    const Index queries = pick({1, 300, 5000}), keys = pick({1, 700, 9000, 200000});
+    SelectOptions options;
+    options.block_q = pick({16, 64, 128});
+    options.block_k = pick({16, 32, 128});
+    options.causal = coin();
+    const Index top_k = pick({2, 16, 500}), rows = (queries + options.block_q - 1) / options.block_q;
+    select_blocks(tensor(dtype, {batch, heads, queries, depth}), tensor(dtype, {batch, kv_heads, keys, depth}), top_k,
+                  tensor(DType::i32, {batch, kv_heads, rows}), tensor(DType::i32, {batch, kv_heads, rows, top_k}),
+                  context_, options);
   }
 }
 

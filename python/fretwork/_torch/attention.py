@@ -69,7 +69,8 @@ def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Te
 
 
 def _attention_gradient(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    d_q, d_k, d_v, d_bias, d_sinks = _gradients(ctx, d_out, d_lse, ctx.needs_input_grad[5], ctx.needs_input_grad[12])
+    needs = ctx.needs_input_grad  # of what the dispatcher has left, which drops defaults
+    d_q, d_k, d_v, d_bias, d_sinks = _gradients(ctx, d_out, d_lse, needs[5], len(needs) > 12 and needs[12])
     return d_q, d_k, d_v, None, None, d_bias, None, None, None, None, None, None, d_sinks
 
 

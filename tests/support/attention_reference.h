@@ -21,14 +21,14 @@ struct AttentionInputs {
   std::function<bool(std::int64_t b, std::int64_t h, std::int64_t i, std::int64_t j)> there;
   double scale = 1, softcap = 0, dropout = 0;
   std::int64_t seed = 0;
-  std::vector<double> q{}, k{}, v{}, d_o{}, d_lse{}, bias{}, slopes{};
+  std::vector<double> q{}, k{}, v{}, d_o{}, d_lse{}, bias{}, slopes{}, sinks{};
   std::array<std::int64_t, 4> bias_sizes{1, 1, 1, 1};  ///< each 1 or full
 };
 
 /// Nothing is read that the mask does not have. Without d_o there are no gradients.
 class AttentionReference {
  public:
-  std::vector<double> o, lse, d_q, d_k, d_v, d_bias;
+  std::vector<double> o, lse, d_q, d_k, d_v, d_bias, d_sinks;
 
   explicit AttentionReference(AttentionInputs inputs) : in_(std::move(inputs)) {
     o.resize(size(in_.batch * in_.heads * in_.rows * in_.value_depth));
@@ -37,6 +37,7 @@ class AttentionReference {
     d_k.resize(in_.k.size());
     d_v.resize(in_.v.size());
     d_bias.resize(in_.bias.size());
+    d_sinks.resize(in_.sinks.size());
     for (std::int64_t n = 0; n < in_.batch * in_.heads * in_.rows; ++n) {
       const Row row = attend(n);
       if (!in_.d_o.empty()) {
@@ -103,6 +104,8 @@ class AttentionReference {
         top = std::max(top, row.elements.back().p);
       }
     }
+    const double sink = in_.sinks.empty() ? -std::numeric_limits<double>::infinity() : in_.sinks[size(row.h)];
+    top = std::max(top, sink);
     lse[size(number)] = top;
     if (top == -std::numeric_limits<double>::infinity()) {
       row.elements.clear();
@@ -111,6 +114,7 @@ class AttentionReference {
     for (const Element& e : row.elements) {
       total += std::exp(e.p - top);
     }
+    total += std::exp(sink - top);
     lse[size(number)] += std::log(total);
     for (Element& e : row.elements) {
       e.p = std::exp(e.p - top) / total;
@@ -133,6 +137,9 @@ class AttentionReference {
         d_v[size(e.key * in_.value_depth + d)] += e.p * e.kept * d_o;
       }
       delta += e.p * d_p[n];
+    }
+    if (!in_.sinks.empty() && in_.sinks[size(row.h)] > -std::numeric_limits<double>::infinity()) {
+      d_sinks[size(row.h)] -= std::exp(in_.sinks[size(row.h)] - lse[size(row.number)]) * delta;
     }
     for (std::size_t n = 0; n < d_p.size(); ++n) {
       const Element& e = row.elements[n];

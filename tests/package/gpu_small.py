@@ -190,20 +190,22 @@ def attention(device):
             o.square().sum().backward()
 
 
+SINKS = [
+    (torch.bfloat16, 128, "causal(300)", {}),
+    (torch.float16, 64, "strided(300,16)", {}),
+    (torch.bfloat16, 64, "longformer(1500,20,(0,7))", {}),
+    (torch.bfloat16, 64, "causal((300,150))", {"softcap": 3.0}),
+    (torch.float16, 64, "strided(300,16)", {"bias": True}),
+    (torch.bfloat16, 192, "sliding_window(300,20,3)", {}),
+    (torch.bfloat16, 40, "causal((9,700))", {}),
+    (torch.float32, 40, "strided(150,16)", {"bias": True}),
+    (torch.bfloat16, 20, "causal(150)", {}),
+]
+
+
 def sinks(device):
     """In rows of one component and of several, with keys and without, split and whole, with options and none."""
-    cases = [
-        (torch.bfloat16, 128, "causal(300)", {}),
-        (torch.float16, 64, "strided(300,16)", {}),
-        (torch.bfloat16, 64, "longformer(1500,20,(0,7))", {}),
-        (torch.bfloat16, 64, "causal((300,150))", {"softcap": 3.0}),
-        (torch.float16, 64, "strided(300,16)", {"bias": True}),
-        (torch.bfloat16, 192, "sliding_window(300,20,3)", {}),
-        (torch.bfloat16, 40, "causal((9,700))", {}),
-        (torch.float32, 40, "strided(150,16)", {"bias": True}),
-        (torch.bfloat16, 20, "causal(150)", {}),
-    ]
-    for dtype, depth, text, options in cases:
+    for dtype, depth, text, options in SINKS:
         pattern = fw.Pattern.parse(text)
         rows, cols = pattern.shape
         more = dict(options, bias=tensor(device, dtype, 4, 1, cols).requires_grad_()) if "bias" in options else options

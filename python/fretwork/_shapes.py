@@ -327,9 +327,10 @@ def check_slopes(op: str, shape: Shape, heads: int) -> None:
 
 
 def check_sinks(op: str, x: Operand, q: Operand) -> None:
+    check_floating(op, x)
     _check_like_q_or_float(op, x, q)
     if tuple(x.shape) != (q.shape[1],):
-        fail(op, x.name, f"shape {(q.shape[1],)}, one for each query head", x.shape)
+        fail(op, x.name, f"shape {(q.shape[1],)}", x.shape)
 
 
 def _check_like_q_or_float(op: str, x: Operand, q: Operand) -> None:

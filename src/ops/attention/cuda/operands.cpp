@@ -33,7 +33,8 @@ std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
   for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
     list.push_back(clear_spec(dtype));
     list.push_back(copy_spec(dtype, dtype));
-    list.push_back(sum_spec(dtype));
+    list.push_back(sum_spec(dtype, kSumWarps));
+    list.push_back(sum_spec(dtype, kLongSumWarps));
     if (dtype != DType::f32) {
       list.push_back(copy_spec(DType::f32, dtype));
     }
@@ -138,7 +139,9 @@ StatsParams stats_params(const BackwardProblem& b) {
 
 // ---------------------------------------------------------------------------------------------------- sinks
 
-KernelSpec sum_spec(DType to) { return {kSource, std::string("fretwork::attention_sum<") + device_type(to) + ">"}; }
+KernelSpec sum_spec(DType to, int warps) {
+  return {kSource, std::string("fretwork::attention_sum<") + device_type(to) + ", " + std::to_string(warps) + ">"};
+}
 
 SinksArg sinks_arg(const Problem& p) { return {p.sinks.data, p.sinks.head, number_type(p.sinks.dtype)}; }
 
@@ -154,7 +157,8 @@ void add_up_sinks(const BackwardProblem& b, Context& context) {
   const std::int64_t rows = p.batch * p.rows;
   const CopyParams sum{
       b.sink_terms.data, b.d_sinks.data, {1, p.heads, rows, 1}, {0, rows, 1, 0}, {0, b.d_sinks.head, 0, 0}, 0.0f};
-  get_kernel(sum_spec(b.d_sinks.dtype), context.device.index).launch(p.heads, 256, 0, &sum, context.stream);
+  get_kernel(sum_spec(b.d_sinks.dtype, kLongSumWarps), context.device.index)
+      .launch(p.heads, 32 * kLongSumWarps, 0, &sum, context.stream);
 }
 
 // ------------------------------------------------------------------------------------------ plans and heads

@@ -87,7 +87,9 @@ SinksArg sinks_arg(const Problem& problem);
 void begin_with_sinks(const Problem& problem, RowSum* sums, const Operand& lse, float unit, Context& context);
 /// Adds up the terms of the gradient that statistics left, each head's in the order of batch elements and rows.
 void add_up_sinks(const BackwardProblem& problem, Context& context);
-KernelSpec sum_spec(DType to);
+/// attention_sum by CTAs of so many warps.
+KernelSpec sum_spec(DType to, int warps);
+inline constexpr int kSumWarps = 8, kLongSumWarps = 32;
 
 // ---------------------------------------------------------------------------------------------- gradients
 

@@ -183,10 +183,10 @@ __global__ void __launch_bounds__(256) attention_copy(const __grid_constant__ at
 
 /// Sums over the third dimension: a CTA for each line, or a thread if they are short. The result's stride there is not
 /// looked at.
-template <typename To>
-__global__ void __launch_bounds__(256) attention_sum(const __grid_constant__ attention_op::CopyParams p) {
+template <typename To, int kWarps>
+__global__ void __launch_bounds__(32 * kWarps) attention_sum(const __grid_constant__ attention_op::CopyParams p) {
   const bool brief = p.sizes[2] <= attention_op::kShortSum;
-  i64 left = brief ? static_cast<i64>(blockIdx.x) * 256 + threadIdx.x : blockIdx.x, from = 0, to = 0;
+  i64 left = brief ? static_cast<i64>(blockIdx.x) * (32 * kWarps) + threadIdx.x : blockIdx.x, from = 0, to = 0;
   if (left >= p.sizes[0] * p.sizes[1] * p.sizes[3]) {
     return;
   }
@@ -198,11 +198,11 @@ __global__ void __launch_bounds__(256) attention_sum(const __grid_constant__ att
   }
   float sum = 0.0f;
 #pragma unroll 8
-  for (i64 n = brief ? 0 : threadIdx.x; n < p.sizes[2]; n += brief ? 1 : 256) {
+  for (i64 n = brief ? 0 : threadIdx.x; n < p.sizes[2]; n += brief ? 1 : 32 * kWarps) {
     sum += static_cast<const float*>(p.from)[from + n * p.from_strides[2]];
   }
   if (!brief) {
-    sum = reduce_block<8>(sum, take_sum{});
+    sum = reduce_block<kWarps>(sum, take_sum{});
   }
   if (brief || threadIdx.x == 0) {
     static_cast<To*>(p.to)[to] = narrow<To>(sum);

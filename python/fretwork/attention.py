@@ -63,8 +63,8 @@ def attention(
     return_lse: Literal[False] = False,
     *,
     key_padding_mask: Tensor | None = None,
-    sinks: Tensor | None = None,
     precision: str | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor: ...
 
 
@@ -81,8 +81,8 @@ def attention(
     *,
     return_lse: Literal[True],
     key_padding_mask: Tensor | None = None,
-    sinks: Tensor | None = None,
     precision: str | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -99,8 +99,8 @@ def attention(
     return_lse: bool = False,
     *,
     key_padding_mask: Tensor | None = None,
-    sinks: Tensor | None = None,
     precision: str | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -116,8 +116,8 @@ def attention(
     return_lse: bool = False,
     *,
     key_padding_mask: Tensor | None = None,
-    sinks: Tensor | None = None,
     precision: str | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention in which a query sees the keys that `pattern` holds.
 

@@ -280,7 +280,7 @@ cost::Work cost(const Problem& p, const Context& context) {
 
 void launch(const Problem& p, Context& context, int segments) {
   const int device = context.device.index, depth = depth_for(p);
-  const ScoreArg score = score_arg(p);
+  const ScoreArg score = portable::score_arg(p);
   const auto steps = device_steps(*p.patterns.front(), context);
   Params params = params_of(p, score, *steps);
   const std::int64_t sets = p.batch * p.kv_heads * params.tiles;

@@ -112,6 +112,9 @@ bool launch_five_product(const BackwardProblem& problem, const BackwardPlans& pl
 
 namespace fretwork::attention_op::portable {
 
+/// How scores are made of products, as kernels read it.
+ScoreArg score_arg(const Problem& problem);
+
 /// Fits every problem; head dims above 512 throw. Backward: the amount of a transposed plan, whose rows are keys.
 cost::Work cost(const Problem& problem, const Amount& amount, const Context& context);
 cost::Work cost(const BackwardProblem& problem, const Amount& amount, const Context& context);

@@ -192,7 +192,7 @@ std::optional<BiasSource> bias_source(const Problem& p, const Side& queries, con
 ScoreMore score_more(const Problem& p, std::int64_t first, const Order& rows, const Order& cols) {
   const auto size = static_cast<std::int64_t>(size_of(p.bias.dtype));
   ScoreMore more{};
-  more.score = score_arg(p);
+  more.score = portable::score_arg(p);
   fill_cap(p, more);
   more.head0 = static_cast<int>(first);
   more.heads = static_cast<int>(p.heads);

@@ -22,6 +22,10 @@ constexpr const char* kSource = "ops/attention/cuda/rows.cuh";
 KernelSpec copy_spec(DType from, DType to) {
   return {kSource, std::string("fretwork::attention_copy<") + device_type(from) + ", " + device_type(to) + ">"};
 }
+KernelSpec stats_spec(DType dtype, bool score) {
+  return {kSource,
+          std::string("fretwork::attention_stats<") + device_type(dtype) + ", 1, " + (score ? "true>" : "false>")};
+}
 KernelSpec sinks_spec() { return {kSource, "fretwork::attention_sinks"}; }
 KernelSpec seen_spec() { return {kSource, "fretwork::attention_seen"}; }
 KernelSpec clear_spec(DType dtype) {
@@ -35,7 +39,9 @@ std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
     list.push_back(copy_spec(dtype, dtype));
     list.push_back(sum_spec(dtype, kSumWarps));
     list.push_back(sum_spec(dtype, kLongSumWarps));
+    list.push_back(stats_spec(dtype, true));
     if (dtype != DType::f32) {
+      list.push_back(stats_spec(dtype, false));
       list.push_back(copy_spec(DType::f32, dtype));
     }
   }
@@ -101,26 +107,6 @@ BiasType number_type(DType dtype) {
   return dtype == DType::f16 ? BiasType::f16 : dtype == DType::bf16 ? BiasType::bf16 : BiasType::f32;
 }
 
-ScoreArg score_arg(const Problem& p) {
-  ScoreArg arg{};
-  arg.scale = static_cast<float>(p.scale);
-  arg.softcap = static_cast<float>(p.softcap);
-  arg.bias = p.bias.data;
-  arg.bias_batch = p.bias.batch;
-  arg.bias_head = p.bias.head;
-  arg.bias_row = p.bias.row;
-  arg.bias_col = p.bias.col;
-  arg.bias_type = number_type(p.bias.dtype);
-  arg.slopes = static_cast<const float*>(p.slopes.data);
-  arg.slope_stride = p.slopes.head;
-  arg.distance = static_cast<int>(p.cols - p.rows);
-  arg.first_batch = static_cast<int>(p.first_batch);
-  arg.seed = reinterpret_cast<const long long*>(p.dropout.seed);
-  arg.threshold = static_cast<unsigned>(std::min(std::floor(p.dropout.rate * 0x1p32), 0x1p32 - 1));
-  arg.kept = p.dropout.rate > 0 ? static_cast<float>(1 / (1 - p.dropout.rate)) : 1.0f;
-  return arg;
-}
-
 StatsParams stats_params(const BackwardProblem& b) {
   const Problem& p = b.forward;
   StatsParams params{};
@@ -135,6 +121,16 @@ StatsParams stats_params(const BackwardProblem& b) {
   params.sinks = sinks_arg(p);
   params.sink_terms = output_arg(b.sink_terms);
   return params;
+}
+
+void launch_statistics(const BackwardProblem& b, bool scored, void* stats, const RowSum* sums, Context& context) {
+  StatsParams params = stats_params(b);
+  params.stats = stats;
+  params.sums = sums;
+  if (params.all_rows > 0) {
+    get_kernel(stats_spec(b.forward.dtype, scored), context.device.index)
+        .launch(ceil_div(params.all_rows, 8), 256, 0, &params, context.stream);
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------- sinks

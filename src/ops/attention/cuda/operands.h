@@ -73,11 +73,11 @@ OutputArg output_arg(const Operand& out, DType dtype);
 OutputArg output_arg(const Operand& out);
 
 BiasType number_type(DType dtype);
-/// How scores are made of products, as kernels read it.
-ScoreArg score_arg(const Problem& problem);
 
 /// What both families ask of a row's statistics; where those go is told by them.
 StatsParams stats_params(const BackwardProblem& problem);
+/// Statistics for the portable kernels: ScoreStats if `scored`, with the sums of rows with a large lse or null.
+void launch_statistics(const BackwardProblem& problem, bool scored, void* stats, const RowSum* sums, Context& context);
 
 // ---------------------------------------------------------------------------------------------------- sinks
 

@@ -19,12 +19,13 @@
 namespace fretwork::attention_op {
 namespace {
 
+using portable::score_arg;
+
 namespace driver = fretwork::cuda;
 
 constexpr const char* kForwardSource = "ops/attention/cuda/portable.cuh";
 constexpr const char* kBackwardSource = "ops/attention/cuda/portable_backward.cuh";
 constexpr const char* kSimpleSource = "ops/attention/cuda/simple.cuh";
-constexpr const char* kRowsSource = "ops/attention/cuda/rows.cuh";
 constexpr int kDepths[] = {32, 64, 96, 128, 192, 256, 384, 512};  // of 16-bit kernels
 constexpr int kSimpleDepths[] = {64, 128, 256, 512};
 constexpr int kMostBiasDepth = 256;  // of attention_bias_gradient
@@ -144,10 +145,6 @@ struct BiasKernel {
             shape().shared_bytes};
   }
 };
-KernelSpec stats_spec(DType dtype, bool score) {
-  return {kRowsSource,
-          std::string("fretwork::attention_stats<") + device_type(dtype) + ", 1, " + (score ? "true>" : "false>")};
-}
 
 constexpr std::pair<bool, bool> kBiasKernels[] = {{false, false}, {false, true}, {true, true}};  // keys, row_sums
 
@@ -180,12 +177,6 @@ std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
           }
         }
       }
-    }
-  }
-  for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
-    list.push_back(stats_spec(dtype, true));
-    if (dtype != DType::f32) {
-      list.push_back(stats_spec(dtype, false));
     }
   }
   return list;
@@ -304,15 +295,6 @@ void find_sums(const Problem& p, const Input& q, const Input& k, const Input& v,
 std::size_t stats_bytes(const Problem& p) {
   return static_cast<std::size_t>(p.batch * p.heads * p.rows) * (scored(p) ? sizeof(ScoreStats) : sizeof(RowStats));
 }
-void launch_statistics(const BackwardProblem& b, void* stats, const RowSum* sums, Context& context) {
-  StatsParams params = stats_params(b);
-  params.stats = stats;
-  params.sums = sums;
-  if (params.all_rows > 0) {
-    get_kernel(stats_spec(b.forward.dtype, scored(b.forward)), context.device.index)
-        .launch(ceil_div(params.all_rows, 8), 256, 0, &params, context.stream);
-  }
-}
 
 /// What the gradients of a call read.
 struct Given {
@@ -335,7 +317,7 @@ struct Given {
     if (sums.data() != nullptr) {
       find_sums(p, q, k, v, static_cast<RowSum*>(sums.data()), context);
     }
-    launch_statistics(b, stats.data(), static_cast<const RowSum*>(sums.data()), context);
+    launch_statistics(b, scored(p), stats.data(), static_cast<const RowSum*>(sums.data()), context);
   }
 
  private:
@@ -599,6 +581,26 @@ cost::Work cost(const KernelConfig& config, const Amount& all, int products, dou
 
 namespace portable {
 
+ScoreArg score_arg(const Problem& p) {
+  ScoreArg arg{};
+  arg.scale = static_cast<float>(p.scale);
+  arg.softcap = static_cast<float>(p.softcap);
+  arg.bias = p.bias.data;
+  arg.bias_batch = p.bias.batch;
+  arg.bias_head = p.bias.head;
+  arg.bias_row = p.bias.row;
+  arg.bias_col = p.bias.col;
+  arg.bias_type = number_type(p.bias.dtype);
+  arg.slopes = static_cast<const float*>(p.slopes.data);
+  arg.slope_stride = p.slopes.head;
+  arg.distance = static_cast<int>(p.cols - p.rows);
+  arg.first_batch = static_cast<int>(p.first_batch);
+  arg.seed = reinterpret_cast<const long long*>(p.dropout.seed);
+  arg.threshold = static_cast<unsigned>(std::min(std::floor(p.dropout.rate * 0x1p32), 0x1p32 - 1));
+  arg.kept = p.dropout.rate > 0 ? static_cast<float>(1 / (1 - p.dropout.rate)) : 1.0f;
+  return arg;
+}
+
 cost::Work cost(const Problem& p, const Amount& all, const Context& context) {
   cost::Work made = cost(config_for(Pass::forward, p, context), all, 2, 390e6, 320e6, context);
   made.memory = copies_us(operand_bytes(p), reread_bytes(p, all.keys));
@@ -665,7 +667,7 @@ void bias_gradient(const BackwardProblem& problem, Context& context) { add_up_bi
 
 void sink_terms(const BackwardProblem& problem, Context& context) {
   const Workspace stats(context, stats_bytes(problem.forward));
-  launch_statistics(problem, stats.data(), nullptr, context);
+  launch_statistics(problem, scored(problem.forward), stats.data(), nullptr, context);
 }
 
 /// All gradients where there is not a score.

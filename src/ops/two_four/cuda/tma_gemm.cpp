@@ -125,6 +125,13 @@ bool can_finish(const Problem& p) {
 std::int64_t steps_of(const Problem& p) { return ceil_div(p.k, 128 / bytes_of(p.dtype)); }
 std::int64_t tiles_of(const Problem& p, int width) { return ceil_div(p.m, kRows) * ceil_div(p.n, width) * p.batch; }
 
+/// wgmma takes other than 16-bit types along k only, and drops bits that tf32 does not have instead of rounding: such
+/// operands are copied.
+bool copies_values(const Problem& p) { return p.dtype == DType::f32; }
+bool copies_b(const Problem& p) {
+  return p.dtype == DType::f32 || (size_of(p.dtype) == 1 && !along_k_view(p, b_arg(p)));
+}
+
 /// Whether widths for linear layers do.
 bool is_linear(const Problem& p) {
   return size_of(p.dtype) == 2 && p.out == p.dtype && p.c.row == 1 && p.c.col != 1 && along_k_view(p, b_arg(p)) &&
@@ -163,38 +170,49 @@ double cost(const Problem& p, const Config& config, const Machine& machine) {
   return along_k && side <= kFewTiles ? std::min(cost, tile.microseconds(p, config, machine)) : cost;
 }
 
+/// µs of the copies before the product: each is a launch, and reads and writes an operand (fp32, 1024² with 64 columns
+/// and 4096² with 512).
+double copies_us(const Problem& p) {
+  constexpr double kCopy = 9.0;
+  const double size = bytes_of(p.dtype), k = static_cast<double>(p.k);
+  const double values = static_cast<double>(p.m) * k / 2 * size;
+  const double b = static_cast<double>(p.n * batches_of_b(p)) * k * size;
+  return (copies_values(p) ? kCopy + 2 * values / cost::kMemory : 0) +
+         (copies_b(p) ? kCopy + 2 * b / cost::kMemory : 0);
+}
+
 /// A cluster that splits the depth has one tile; every part of the depth has some chunks of metadata.
 void list(const Problem& p, const Machine& machine, std::vector<Candidate>& list) {
   const bool linear = is_linear(p);
+  const double copies = copies_us(p);
   for (const int width : kWidths) {
     for (int split = 1; split <= kMostSplit && (linear || !for_linear(width)); ++split) {
       const bool splits = steps_of(p) >= 8 * split && can_split(width, split);
       if (split == 1 || (splits && tiles_of(p, width) <= machine.clusters(split))) {
         const Config config{.family = &kTmaGemm, .columns = width, .split = split};
-        list.push_back({config, cost(p, config, machine)});
+        list.push_back({config, cost(p, config, machine) + copies});
       }
     }
     if (can_pair(p.dtype, p.b.row == 1, width) && (linear || !for_linear(width))) {
       const Config config{.family = &kTmaGemm, .columns = width, .pair = 2};
-      list.push_back({config, cost(p, config, machine)});
+      list.push_back({config, cost(p, config, machine) + copies});
     }
   }
 }
 
 // ------------------------------------------------------------------------------------------------------- launch
 
-/// The operands as the copy engine reads them. wgmma takes other than 16-bit types along k only, and drops bits that
-/// tf32 does not have instead of rounding: such operands are copied.
+/// The operands as the copy engine reads them.
 class Operands {
  public:
   /// Whether there is a way to read them.
   static bool suit(const Problem& p) {
-    const bool b = turns(p) || along_k_view(p, b_arg(p)) || along_n_view(p);
+    const bool b = copies_b(p) || along_k_view(p, b_arg(p)) || along_n_view(p);
     return b && words_view(p) && (p.dtype == DType::f32 || values_view(p, values_arg(p)));
   }
   Operands(const Problem& p, Context& context)
-      : values_(p.dtype == DType::f32 ? Copy::tf32 : Copy::none, values_arg(p), p.m, p.k / 2, 1, context),
-        b_(!turns(p)               ? Copy::none
+      : values_(copies_values(p) ? Copy::tf32 : Copy::none, values_arg(p), p.m, p.k / 2, 1, context),
+        b_(!copies_b(p)            ? Copy::none
            : p.dtype == DType::f32 ? Copy::tf32
                                    : Copy::bytes,
            b_arg(p), p.n, p.k, p.batch, context),
@@ -211,9 +229,6 @@ class Operands {
   }
 
  private:
-  static bool turns(const Problem& p) {
-    return p.dtype == DType::f32 || (size_of(p.dtype) == 1 && !along_k_view(p, b_arg(p)));
-  }
   Lines values_, b_;
   bool along_k_;
 };

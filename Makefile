@@ -17,13 +17,10 @@ export FRETWORK_LIB_DIR := $(CURDIR)/$(BUILD)/lib
 # The program knows no Python environment: tell it where NVRTC lies (a folder).
 export FRETWORK_NVRTC = $(shell ls -d $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu13/lib 2>/dev/null | head -1)
 ACCEPT := $(wildcard ../shared/accept/test_block.py ../shared/accept/test_kronecker.py \
-  ../shared/accept/test_attention.py ../shared/accept/test_two_four.py ../shared/accept/test_daily.py)
+  ../shared/accept/test_attention.py ../shared/accept/test_two_four.py ../shared/accept/test_daily.py \
+  ../shared/accept/test_device_attention.py)
 # Its cases have names of their own in each process, so that two cannot share them.
 ACCEPT_ALONE := $(wildcard ../shared/accept/test_modules.py)
-# Of patterns; the rest of the file is about what only a device knows.
-ACCEPT_PATTERNS := $(wildcard ../shared/accept/test_device_attention.py)
-PATTERN_TESTS := test_pattern or test_large_pattern or test_bad_pattern or test_tree_of_drafts or test_from_block_mask \
-  or test_block_mask_of_a_batch or test_natten or test_bad_natten
 CXX_FILES = $(shell find include src bindings tools tests examples -name '*.h' -o -name '*.cpp' -o -name '*.cuh')
 
 .PHONY: help setup configure build demo test lint test-cpp test-python test-sanitizers test-wheel gpu-test bench format clean
@@ -84,7 +81,6 @@ test-python: build
 	$(PY) -m pytest -q -n 2 tests
 	$(if $(ACCEPT),$(PY) -m pytest -q -n 2 -p no:cacheprovider $(ACCEPT))
 	$(if $(ACCEPT_ALONE),$(PY) -m pytest -q -p no:cacheprovider $(ACCEPT_ALONE))
-	$(if $(ACCEPT_PATTERNS),$(PY) -m pytest -q -p no:cacheprovider $(ACCEPT_PATTERNS) -k "$(PATTERN_TESTS)")
 
 test-sanitizers: setup
 	@for kind in asan tsan; do \

@@ -92,18 +92,28 @@ o, lse = fw.attention(q, k, v, [near, near, far, far], return_lse=True)  # or on
 last = fw.attention(q[:, :, -1:], k, v, fw.patterns.sinks((1, 512), 4, 128))  # decoding: one query, all keys
 slopes = fw.alibi(0.5 ** torch.arange(1, 5))  # or a tensor that broadcasts to (B, Hq, Sq, Sk)
 fw.attention(q, k, v, near, bias=slopes, softcap=30.0, scale=0.1, dropout_p=0.1)
+sinks = torch.zeros(4, requires_grad=True)  # learned: one more score for each query of a head, without a value
+fw.attention(q, k, v, near, sinks=sinks).sum().backward()
 
 q, k, v = (t.detach().expand(2, -1, -1, -1) for t in (q, k, v))  # a batch of two
 lengths = torch.tensor([512, 300])
 padding = torch.arange(512) >= lengths[:, None]  # (B, Sk), True: not seen
 fw.attention(q, k, v, near, key_padding_mask=padding)
 fw.attention(q, k, v, [[near], [near, near, far, far]])  # patterns of each element, one or one for each head
+lists = fw.select_blocks(q, k, top_k=3, block=64)  # counts (2, 2, 8) and indices (2, 2, 8, 3), for each key head
 ```
 Keys that are True in `key_padding_mask` are excluded, even if they or their values are NaN, and their gradients are
 zeros. A query without any remaining key gives zeros and a log-sum-exp of −inf. Tiles without padding run as they do
 without a mask. On Hopper the forward pass and the gradient of queries skip tiles that are all padding. A finite bias
 never excludes a key, however negative it is: a row whose keys all have −1e30 is their softmax. Only −inf excludes a
 key.
+
+`sinks` (Hq,) adds exp(sinks[h]) to the sum of each query of head h, and to lse, so that a head may attend to nothing.
+It is neither scaled nor capped nor dropped. A query without keys gives zeros and its sink. Hugging Face models with
+such sinks (gpt-oss) pass them on as `s_aux`. Without a pattern, `fw.attention(q, k, v)` sees every key.
+
+`fw.select_blocks` finds the key blocks that suit each block of queries best, by the product of their means, on the
+device. The result is `fw.BlockLists`, counts and indices as FlexAttention has them; nothing is read on the host.
 
 Only the pattern's scores are computed, forward and backward, on CPU and GPU. `fretwork.jax.attention` is the same in
 JAX; a pattern that is an argument of a function under `jax.jit` is a constant of the trace. In `examples/`,

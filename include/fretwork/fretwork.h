@@ -3,6 +3,7 @@
 
 #include "fretwork/context.h"
 #include "fretwork/device_tensor.h"
+#include "fretwork/dynamic_attention.h"
 #include "fretwork/error.h"
 #include "fretwork/ops.h"
 #include "fretwork/pattern.h"

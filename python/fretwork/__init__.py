@@ -21,6 +21,7 @@ if importlib.util.find_spec("torch") is not None:  # fretwork.jax needs no torch
     from fretwork.block import block_softmax, dds, dsd, sdd
     from fretwork.block_lists import BlockLists, select_blocks
     from fretwork.conv import block_conv2d
+    from fretwork.dynamic_attention import selected_attention, varlen_attention
     from fretwork.kronecker import ksmm, ksmm_chain
     from fretwork.regular import r_sddmm, r_softmax, r_spmm
     from fretwork.two_four import TwoFour
@@ -36,5 +37,7 @@ if importlib.util.find_spec("torch") is not None:  # fretwork.jax needs no torch
         "r_spmm",
         "sdd",
         "select_blocks",
+        "selected_attention",
         "two_four",
+        "varlen_attention",
     ]

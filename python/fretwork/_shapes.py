@@ -270,16 +270,8 @@ def check_conv2d(operands: Sequence[Operand], layout: BlockLayout, geometry: Con
 # Attention
 
 
-def check_attention(
-    operands: Sequence[Operand],
-    patterns: Sequence[Pattern],
-    extras: Sequence[Operand],
-    scale: float | None,
-    softcap: float,
-    dropout_p: float,
-) -> None:
-    """q, k and v; patterns; of bias, slopes, key_padding_mask and sinks those that are there, by their names."""
-    op = "attention"
+def check_qkv(op: str, operands: Sequence[Operand]) -> tuple[int, int, int, int]:
+    """Gives the batch, the query heads, the queries and the keys."""
     q, k, v = operands
     if len(q.shape) != 4:
         fail(op, "q", "4 dimensions (B, Hq, Sq, D)", q.shape)
@@ -299,6 +291,21 @@ def check_attention(
     for x in (q, v):
         if x.shape[3] < 1:
             fail(op, x.name, "a last dimension of at least 1", x.shape)
+    return batch, heads, rows, cols
+
+
+def check_attention(
+    operands: Sequence[Operand],
+    patterns: Sequence[Pattern],
+    extras: Sequence[Operand],
+    scale: float | None,
+    softcap: float,
+    dropout_p: float,
+) -> None:
+    """q, k and v; patterns; of bias, slopes, key_padding_mask and sinks those that are there, by their names."""
+    op = "attention"
+    batch, heads, rows, cols = check_qkv(op, operands)
+    q = operands[0]
     check_patterns(op, patterns, batch, heads, rows, cols)
     for x in extras:
         if x.name == "slopes":

@@ -12,6 +12,9 @@ from fretwork._shapes import check_slopes, every_key, flat_patterns
 from fretwork._torch.arguments import as_number, check_tensor, dtype_name, pattern_keys, precision_name
 from fretwork._torch.attention import attention_op, attention_output, attention_plainly
 from fretwork._torch.differentiable import called_with_tensors
+from fretwork._torch.dynamic_attention import with_sinks
+from fretwork.block_lists import BlockLists
+from fretwork.dynamic_attention import block_attention, check_sinks
 from fretwork.patterns import Pattern
 
 __all__ = ["alibi", "attention"]
@@ -65,6 +68,8 @@ def attention(
     key_padding_mask: Tensor | None = None,
     precision: str | None = None,
     sinks: Tensor | None = None,
+    blocks: Tensor | BlockLists | None = None,
+    block: int | tuple[int, int] = 128,
 ) -> Tensor: ...
 
 
@@ -83,6 +88,8 @@ def attention(
     key_padding_mask: Tensor | None = None,
     precision: str | None = None,
     sinks: Tensor | None = None,
+    blocks: Tensor | BlockLists | None = None,
+    block: int | tuple[int, int] = 128,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -101,6 +108,8 @@ def attention(
     key_padding_mask: Tensor | None = None,
     precision: str | None = None,
     sinks: Tensor | None = None,
+    blocks: Tensor | BlockLists | None = None,
+    block: int | tuple[int, int] = 128,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -118,6 +127,8 @@ def attention(
     key_padding_mask: Tensor | None = None,
     precision: str | None = None,
     sinks: Tensor | None = None,
+    blocks: Tensor | BlockLists | None = None,
+    block: int | tuple[int, int] = 128,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention in which a query sees the keys that `pattern` holds.
 
@@ -132,6 +143,11 @@ def attention(
     each head that joins the sum of its queries, and lse, without a value of its own, scale, cap, bias or dropout. It
     gets a gradient. A query without keys gives zeros and its sink then. `precision` is that of `fw.sdd`; "tf32x3" is
     computed as "ieee".
+
+    `blocks` names key blocks that only the device knows: a bool tensor (B|1, Hq|Hk|1, ⌈Sq/bq⌉, ⌈Sk/bk⌉) or `BlockLists`
+    of that many rows. Query i then sees key j if block (i // bq, j // bk) is there and the pattern, None for all,
+    allows it. `block` is one or a pair of 16, 32, 64, 128. The pattern is then one for all heads whose rows are
+    intervals. Nothing is read on the host.
 
     >>> import torch, fretwork as fw
     >>> q, k, v = (torch.randn(1, 2, 100, 16, requires_grad=True) for _ in range(3))
@@ -151,9 +167,8 @@ def attention(
     >>> torch.allclose(o, plain * (lse_plain - lse).exp()[..., None], atol=1e-5)
     True
     """
-    short = (
-        scale is None and bias is None and not return_lse and key_padding_mask is None and precision is sinks is None
-    )
+    short = scale is None and bias is None and not return_lse and key_padding_mask is None and precision is None
+    short = short and blocks is None and sinks is None
     plain = type(softcap) is type(dropout_p) is float and softcap == dropout_p == 0
     if short and plain and isinstance(pattern, Pattern) and called_with_tensors(q, k, v) and q.is_cpu:
         try:
@@ -175,7 +190,10 @@ def attention(
         check_tensor(op, "sinks", sinks)
     if pattern is None:
         pattern = every_key(op, q.shape, k.shape)
-    keys = pattern_keys((pattern,) if isinstance(pattern, Pattern) else flat_patterns(op, pattern, q.shape))
+    patterns = (pattern,) if isinstance(pattern, Pattern) else flat_patterns(op, pattern, q.shape)
+    keys = pattern_keys(patterns)
+    if blocks is not None:
+        check_sinks(op, sinks, q, q.shape[1] if q.dim() == 4 else 0)
     if scale is not None:
         scale = as_number(op, "scale", scale)
     rate = as_number(op, "dropout_p", dropout_p)
@@ -188,13 +206,18 @@ def attention(
     p = rate if rate < 1 else 0.0
     precision = precision_name(op, precision)
     lse = None
-    if return_lse:
+    if blocks is not None:
+        options = (scale, bias, slopes, cap, p, seed, precision, key_padding_mask)
+        o, lse = block_attention(q, k, v, patterns, blocks, block, options)
+        if sinks is not None:
+            o, lse = with_sinks(o, lse, sinks)
+    elif return_lse:
         o, lse = attention_op(q, k, v, keys, scale, bias, slopes, cap, p, seed, precision, key_padding_mask, sinks)
     else:
         o = attention_output(q, k, v, bias, slopes, seed, key_padding_mask, sinks, (keys, scale, cap, p, precision))
     if rate == 1:
         o = torch.where(torch.zeros_like(o, dtype=torch.bool), o, 0)  # all dropped; zero gradients
-    return o if lse is None else (o, lse)
+    return (o, lse) if return_lse and lse is not None else o
 
 
 def _slopes(op: str, slopes: Tensor, q: Tensor) -> Tensor:

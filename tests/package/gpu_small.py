@@ -227,6 +227,23 @@ def selection(device):
         fw.select_blocks(q, k, 3, (64, 32), causal=False, first=0)
 
 
+def dynamic_attention(device):
+    """Blocks as a mask and as lists, with a pattern and a bias; selections; documents; all with gradients."""
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v = (tensor(device, dtype, 2, h, n, 40).requires_grad_() for h, n in ((4, 75), (2, 90), (2, 90)))
+        blocks = (torch.rand(1, 2, 5, 3) < 0.6).to(device)
+        counts, indices = blocks.sum(-1, dtype=torch.int32), blocks.int().argsort(-1, descending=True).int()
+        bias = tensor(device, dtype, 75, 90).requires_grad_()
+        fw.attention(q, k, v, fw.patterns.causal((75, 90)), blocks=blocks, block=(16, 32)).square().sum().backward()
+        lists = fw.BlockLists(counts, indices)
+        fw.attention(q, k, v, bias=bias, blocks=lists, block=(16, 32)).square().sum().backward()
+        chosen = torch.randint(-1, 6, (2, 2, 75, 1), dtype=torch.int32).to(device)
+        fw.selected_attention(q, k, v, chosen, 16).square().sum().backward()
+        starts = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([2, 40, 40, 75], [0, 30, 50, 85])]
+        packed = [t[0].transpose(0, 1) for t in (q, k, v)]
+        fw.varlen_attention(*packed, *starts, causal=True, window=(20, None)).square().sum().backward()
+
+
 def decoding(device):
     for dtype, depth in ((torch.float16, 64), (torch.bfloat16, 128)):
         pattern = fw.patterns.sinks((2, 1500), 4, 900)

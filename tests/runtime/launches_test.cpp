@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "fretwork/dynamic_attention.h"
 #include "fretwork/ops.h"
 #include "fretwork/patterns.h"
 #include "runtime/kernels.h"
@@ -174,6 +175,44 @@ TEST_F(RecordedOps, SelectBlocks) {
     select_blocks(tensor(dtype, {batch, heads, queries, depth}), tensor(dtype, {batch, kv_heads, keys, depth}), top_k,
                   tensor(DType::i32, {batch, kv_heads, rows}), tensor(DType::i32, {batch, kv_heads, rows, top_k}),
                   context_, options);
+  }
+}
+
+TEST_F(RecordedOps, DynamicAttention) {
+  for (int n = 0; n < 60; ++n, memory_.clear()) {
+    const DType dtype = type();
+    const Index form = pick({0, 1, 2, 3}), batch = form == 3 ? 1 : pick({1, 2}), heads = pick({4, 8, 40}),
+                kv_heads = pick({1, 4}), rows = pick({64, 300}), cols = pick({64, 300}),
+                depth = pick({32, 40, 80, 128, 192, 256}), side = pick({16, 32, 64, 128});
+    DeviceKeys keys;
+    keys.block_rows = pick({16, 32, 64, 128});
+    keys.block_cols = side;
+    keys.causal = coin();
+    const Index lines = (rows + keys.block_rows - 1) / keys.block_rows, width = (cols + side - 1) / side;
+    if (form == 0) {
+      keys.mask = tensor(DType::boolean, {1, heads, lines, width});
+    } else if (form == 1) {
+      keys.counts = tensor(DType::i32, {batch, 1, lines});
+      keys.indices = tensor(DType::i32, {batch, 1, lines, 3});
+    } else if (form == 2) {
+      keys.selected = tensor(DType::i32, {batch, kv_heads, rows, 4});
+    } else {
+      keys.cu_q = keys.cu_k = tensor(DType::i32, {5});
+    }
+    const TensorView q = tensor(dtype, {batch, heads, rows, depth}), k = tensor(dtype, {batch, kv_heads, cols, depth});
+    const TensorView out = tensor(dtype, {batch, heads, rows, depth}), lse = tensor(DType::f32, {batch, heads, rows});
+    AttentionOptions options;
+    AttentionGradients gradients{tensor(dtype, {batch, heads, rows, depth}),
+                                 tensor(dtype, {batch, kv_heads, cols, depth}),
+                                 tensor(dtype, {batch, kv_heads, cols, depth})};
+    if (form < 2 && coin()) {
+      const Index sizes[] = {pick({1, rows}), pick({1, cols})};
+      options.bias = tensor(dtype, {heads, sizes[0], sizes[1]});
+      gradients.bias = tensor(dtype, {heads, sizes[0], sizes[1]});
+    }
+    const PatternPtr pattern = coin() ? nullptr : PatternPtr(patterns::causal({rows, cols}));
+    dynamic_attention(q, k, k, pattern, keys, out, lse, context_, options);
+    dynamic_attention_backward(q, k, k, pattern, keys, out, lse, out, {}, gradients, context_, options);
   }
 }
 

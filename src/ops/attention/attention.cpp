@@ -7,6 +7,7 @@
 
 #include "fretwork/error.h"
 #include "fretwork/ops.h"
+#include "ops/attention/checks.h"
 #include "ops/attention/problem.h"
 #include "pattern/checks.h"
 #include "pattern/text.h"
@@ -312,4 +313,23 @@ void attention_backward(const ConstTensorView& q, const ConstTensorView& k, cons
                                           : attention_op::cpu::backward(b, context);
 }
 
+namespace attention_op {
+
+Problem check_call(const char* op, const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+                   std::span<const PatternPtr> patterns, const ConstTensorView& out,
+                   const std::optional<ConstTensorView>& lse, const Context& context, const AttentionOptions& options) {
+  Problem p = check_inputs(op, q, k, v, patterns, out, context, options);
+  if (lse.has_value()) {
+    p.lse = check_lse(op, "lse", *lse, p, context);
+  }
+  return p;
+}
+
+BackwardProblem check_gradients(const Problem& problem, const ConstTensorView& d_out,
+                                const std::optional<ConstTensorView>& d_lse, const AttentionGradients& gradients,
+                                const Context& context, const AttentionOptions& options) {
+  return check_backward(problem, d_out, d_lse, gradients, context, options);
+}
+
+}  // namespace attention_op
 }  // namespace fretwork

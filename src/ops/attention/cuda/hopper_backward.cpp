@@ -35,21 +35,6 @@ KernelConfig statistics_config(const Problem& p) {
   return {score_of(p) != 0 ? Pass::scored_statistics : Pass::statistics, p.dtype};
 }
 
-void launch_statistics(const BackwardProblem& b, void* stats, bool in_tiles, Context& context) {
-  const Problem& p = b.forward;
-  const Workspace sums(context, sums_bytes(p));
-  if (sums.data() != nullptr) {
-    portable::find_large_sums(p, static_cast<RowSum*>(sums.data()), context);
-  }
-  StatsParams params = stats_params(b);
-  params.stats = stats;
-  params.sums = static_cast<const RowSum*>(sums.data());
-  params.in_tiles = in_tiles;
-  statistics_config(p)
-      .kernel(context.device.index)
-      .launch(ceil_div(params.all_rows, 16), 256, 0, &params, context.stream);
-}
-
 /// Gradients from one component: of queries, of keys, of values, or of keys and values where registers hold both.
 std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const Heads& heads, const Prepared& prepared,
                                               std::size_t at, Pass pass, const void* stats, Seen& seen,
@@ -304,6 +289,21 @@ bool add_all_launches(const BackwardProblem& b, const BackwardPlans& plans, int 
 }
 
 }  // namespace
+
+void launch_statistics(const BackwardProblem& b, void* stats, bool in_tiles, Context& context) {
+  const Problem& p = b.forward;
+  const Workspace sums(context, sums_bytes(p));
+  if (sums.data() != nullptr) {
+    portable::find_large_sums(p, static_cast<RowSum*>(sums.data()), context);
+  }
+  StatsParams params = stats_params(b);
+  params.stats = stats;
+  params.sums = static_cast<const RowSum*>(sums.data());
+  params.in_tiles = in_tiles;
+  statistics_config(p)
+      .kernel(context.device.index)
+      .launch(ceil_div(params.all_rows, 16), 256, 0, &params, context.stream);
+}
 
 bool fits(const BackwardProblem& b, const Context& context) {
   const Problem& p = b.forward;

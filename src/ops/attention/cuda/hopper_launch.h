@@ -229,6 +229,9 @@ using Seen = std::vector<std::unique_ptr<SeenColumns>>;
 /// Has a walk's columns be those keys that are seen, if some are padding.
 SeenTiles see(const Problem& p, const DeviceComponent& component, int side, Walk& walk, Seen& seen, Context& context);
 
+/// Of all rows: RowStats, or ScoreStats where there are options. in_tiles as StatsParams has it.
+void launch_statistics(const BackwardProblem& b, void* stats, bool in_tiles, Context& context);
+
 /// Zeros in all rows of x, and −∞ or the sink in lse where there is one.
 void launch_fill(DType dtype, const Operand& x, const Operand& lse, const std::array<std::int64_t, 3>& sizes,
                  std::int64_t depth, const SinksArg& sinks, Context& context);

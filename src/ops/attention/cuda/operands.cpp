@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "core/divide.h"
 #include "fretwork/error.h"
 #include "runtime/device_plan.h"
 #include "runtime/kernels.h"
@@ -21,6 +22,9 @@ constexpr const char* kSource = "ops/attention/cuda/rows.cuh";
 
 KernelSpec copy_spec(DType from, DType to) {
   return {kSource, std::string("fretwork::attention_copy<") + device_type(from) + ", " + device_type(to) + ">"};
+}
+KernelSpec sum_spec(DType to, int warps) {
+  return {kSource, std::string("fretwork::attention_sum<") + device_type(to) + ", " + std::to_string(warps) + ">"};
 }
 KernelSpec stats_spec(DType dtype, bool score) {
   return {kSource,
@@ -135,10 +139,6 @@ void launch_statistics(const BackwardProblem& b, bool scored, void* stats, const
 
 // ---------------------------------------------------------------------------------------------------- sinks
 
-KernelSpec sum_spec(DType to, int warps) {
-  return {kSource, std::string("fretwork::attention_sum<") + device_type(to) + ", " + std::to_string(warps) + ">"};
-}
-
 SinksArg sinks_arg(const Problem& p) { return {p.sinks.data, p.sinks.head, number_type(p.sinks.dtype)}; }
 
 void begin_with_sinks(const Problem& p, RowSum* sums, const Operand& lse, float unit, Context& context) {
@@ -148,13 +148,18 @@ void begin_with_sinks(const Problem& p, RowSum* sums, const Operand& lse, float 
       .launch(ceil_div(params.all_rows, 256), 256, 0, &params, context.stream);
 }
 
+void add_up(const CopyParams& sum, DType to, int warps, Context& context) {
+  const std::int64_t sums = sum.sizes[0] * sum.sizes[1] * sum.sizes[3];
+  get_kernel(sum_spec(to, warps), context.device.index)
+      .launch(sum.sizes[2] <= kShortSum ? ceil_div(sums, 32 * warps) : sums, 32 * warps, 0, &sum, context.stream);
+}
+
 void add_up_sinks(const BackwardProblem& b, Context& context) {
   const Problem& p = b.forward;
   const std::int64_t rows = p.batch * p.rows;
   const CopyParams sum{
       b.sink_terms.data, b.d_sinks.data, {1, p.heads, rows, 1}, {0, rows, 1, 0}, {0, b.d_sinks.head, 0, 0}, 0.0f};
-  get_kernel(sum_spec(b.d_sinks.dtype, kLongSumWarps), context.device.index)
-      .launch(p.heads, 32 * kLongSumWarps, 0, &sum, context.stream);
+  add_up(sum, b.d_sinks.dtype, kLongSumWarps, context);
 }
 
 // ------------------------------------------------------------------------------------------ plans and heads

@@ -87,8 +87,8 @@ SinksArg sinks_arg(const Problem& problem);
 void begin_with_sinks(const Problem& problem, RowSum* sums, const Operand& lse, float unit, Context& context);
 /// Adds up the terms of the gradient that statistics left, each head's in the order of batch elements and rows.
 void add_up_sinks(const BackwardProblem& problem, Context& context);
-/// attention_sum by CTAs of so many warps.
-KernelSpec sum_spec(DType to, int warps);
+/// Sums over the third dimension, in CTAs of so many warps, or by a thread each if they are short.
+void add_up(const CopyParams& sum, DType to, int warps, Context& context);
 inline constexpr int kSumWarps = 8, kLongSumWarps = 32;
 
 // ---------------------------------------------------------------------------------------------- gradients

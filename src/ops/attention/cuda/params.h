@@ -240,17 +240,19 @@ constexpr int larger(int a, int b) { return a > b ? a : b; }
 /// two warps have the same rows, both make their scores, and each sums one part.
 constexpr int parts_of(int depth) { return depth > 256 ? 2 : 1; }
 /// Up to 128 entries of a row a warp has 32 queries, so that it reads keys and values half as often; beyond, its sums
-/// leave room for 16. What extras do to each score is long: few scores at a time. Above 256 entries tiles fit 99 KB.
-constexpr KernelShape forward_shape(int depth, bool extras) {
-  const int rows = depth > 256 ? 32 : 128, cols = extras || depth > 256 ? 32 : 64;
-  const int warps = depth > 256 ? rows / 16 * parts_of(depth) : depth <= 128 && !extras ? 4 : 8;
+/// leave room for 16. Fewer rows than 128 take a warp for each 16. What extras do to each score is long: few scores at
+/// a time. Above 256 entries tiles fit 99 KB.
+constexpr KernelShape forward_shape(int depth, bool extras, int most_rows = 128) {
+  const int rows = depth > 256 ? 32 : most_rows, cols = extras || depth > 256 ? 32 : 64;
+  const int warps = rows == 128 && depth <= 128 && !extras ? 4 : rows / 16 * parts_of(depth);
   return {rows, cols, warps, larger((rows + 2 * cols) * line_bytes(depth), staging_bytes(rows, depth))};
 }
 /// Rows of more than 128 entries: both gradients of a key do not fit into registers, and are made one after the other.
 /// Of more than 256: there is room for one stage of columns.
 constexpr int backward_stages(int depth) { return depth > 256 ? 1 : 2; }
-constexpr KernelShape backward_shape(int depth, bool extras) {
-  const int rows = depth > 256 ? 32 : depth > 128 ? 64 : 128, cols = depth > 128 || extras ? 32 : 64;
+constexpr KernelShape backward_shape(int depth, bool extras, int most_rows = 128) {
+  const int rows = depth > 256 ? 32 : depth > 128 && most_rows > 64 ? 64 : most_rows;
+  const int cols = depth > 128 || extras ? 32 : 64;
   return {rows, cols, rows / 16 * parts_of(depth),
           larger((2 * rows + 2 * backward_stages(depth) * cols) * line_bytes(depth), staging_bytes(rows, depth))};
 }

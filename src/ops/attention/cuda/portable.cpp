@@ -516,9 +516,7 @@ void add_up_rows(const Given& given, const BiasPlan& of, std::span<const Pattern
                        {batch, head, both ? 1 : line, 1},
                        {b.d_bias.batch, b.d_bias.head, 0, both ? 0 : out},
                        0.0f};
-  const std::int64_t sums = of.sizes.batch * of.sizes.heads * (both ? 1 : line);
-  get_kernel(sum_spec(b.d_bias.dtype, kSumWarps), context.device.index)
-      .launch(count <= kShortSum ? ceil_div(sums, 32 * kSumWarps) : sums, 32 * kSumWarps, 0, &sum, context.stream);
+  add_up(sum, b.d_bias.dtype, kSumWarps, context);
 }
 
 /// Each element's sum: straight to where it belongs if all heads have the same pattern, since then it is made once.

@@ -13,11 +13,12 @@ template <typename Score>
 inline constexpr float kSlack = 8.0f / Score::kLevelLog2;
 inline constexpr float kLargest = 3.4028235e38f;
 
-template <typename T, int Depth, bool Extras>
-__global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras).warps,
+/// Params have the plan's type; tiles have up to Rows queries.
+template <typename T, int Depth, bool Extras, typename Params = attention_op::ForwardParams, int Rows = 128>
+__global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras, Rows).warps,
                                   Extras ? (Depth <= 96 ? 2 : 1) : 1)
-    attention_forward(const __grid_constant__ attention_op::ForwardParams p) {
-  constexpr auto kShape = attention_op::forward_shape(Depth, Extras);
+    attention_forward(const __grid_constant__ Params p) {
+  constexpr auto kShape = attention_op::forward_shape(Depth, Extras, Rows);
   constexpr int kRows = kShape.rows, kCols = kShape.cols, kThreads = 32 * kShape.warps;
   constexpr int kParts = attention_op::parts_of(Depth), kPart = Depth / kParts, kRowWarps = kShape.warps / kParts;
   constexpr int kFrags = kRows / 16 / kRowWarps, kLine = attention_op::line_bytes(kPart);
@@ -48,10 +49,10 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
   value_copies.clear(values);
   copy_parts<T, Depth, kRows, kThreads>(q, head_of<T>(p.q, item.batch, item.head), p.q.row, p.depth,
                                         [&](int n) { return tables.token[n]; });
-  Walk<false> walk(p.plan, item.tile, 1, item.batch);
+  Walk<false, decltype(p.plan)> walk(p.plan, item);
   Step now = walk.take();
   if (now.there()) {
-    key_copies.ask(now, keys, p.k.row, tables.place, p.plan.used);
+    key_copies.ask(now, keys, p.k.row, tables.place, p.plan);
   }
   copy_async_commit();
   now.settle();
@@ -76,7 +77,7 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
   while (now.there()) {
     copy_async_wait<0>();
     __syncthreads();  // the keys are here, and the values before are done with
-    value_copies.ask(now, values, p.v.row, tables.place, p.plan.used);
+    value_copies.ask(now, values, p.v.row, tables.place, p.plan);
     copy_async_commit();
     const Step next = walk.take();
     register_sums<kFrags, kCols / 8> s = {};
@@ -87,7 +88,7 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
     copy_async_wait<0>();
     __syncthreads();  // the values are here, and the keys are done with
     if (next.there()) {
-      key_copies.ask(next, keys, p.k.row, tables.place, p.plan.used);
+      key_copies.ask(next, keys, p.k.row, tables.place, p.plan);
     }
     copy_async_commit();
 
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
       const MaskWords<kFrags, kCols, true> there(p.plan, now, warp_row);
       each_score(s, [&](int i, int half, int j, int e, float& x) {
         const int token = tables.token[row_of(i, half)];
-        const int col = now.tile.base + tables.place[8 * j + lane % 4 * 2 + e].offset;
+        const int n = 8 * j + lane % 4 * 2 + e, col = position_of(p.plan, now, tables.place[n], n);
         float slope;
         x = token >= 0 && there(i, half, j, e) ? score.prepare(x, token, col, slope) : -infinity();
       });
@@ -150,7 +151,8 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
         if (p.score.threshold != 0) {
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
-            const int col = now.tile.base + tables.place[16 * block + e / 2 * 8 + lane % 4 * 2 + c].offset;
+            const int n = 16 * block + e / 2 * 8 + lane % 4 * 2 + c;
+            const int col = position_of(p.plan, now, tables.place[n], n);
             x[c] = score.keeps(tables.token[row_of(i, half)], col) ? x[c] : 0.0f;
           }
         }

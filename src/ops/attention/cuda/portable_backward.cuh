@@ -28,10 +28,12 @@ __device__ __forceinline__ void store_gradient(const register_sums<1, Eights>& s
 }
 
 /// Keys: the rows are keys. First, Second: which gradients of the rows' two matrices are made; queries have the first.
-template <typename T, int Depth, bool Keys, bool First, bool Second, bool Extras>
-__global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extras).warps)
-    attention_backward(const __grid_constant__ attention_op::BackwardParams p) {
-  constexpr auto kShape = attention_op::backward_shape(Depth, Extras);
+/// Params have the plan's type; tiles have up to Rows rows.
+template <typename T, int Depth, bool Keys, bool First, bool Second, bool Extras,
+          typename Params = attention_op::BackwardParams, int Rows = 128>
+__global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extras, Rows).warps)
+    attention_backward(const __grid_constant__ Params p) {
+  constexpr auto kShape = attention_op::backward_shape(Depth, Extras, Rows);
   constexpr int kRows = kShape.rows, kCols = kShape.cols, kThreads = 32 * kShape.warps;
   constexpr int kParts = attention_op::parts_of(Depth), kPart = Depth / kParts;
   constexpr bool kTwoStages = attention_op::backward_stages(Depth) == 2;
@@ -69,17 +71,15 @@ __global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extra
   const auto ask = [&](const Step& step, int stage) {
     const int head = Keys ? member_head(step.member) : item.head / p.heads.ratio;
     const u32 ahead = static_cast<u32>(stage) * 2 * kTileBytes;
-    first_copies.ask(step, head_of<T>(p.other_first, item.batch, head), p.other_first.row, tables.place, p.plan.used,
-                     ahead);
-    second_copies.ask(step, head_of<T>(p.other_second, item.batch, head), p.other_second.row, tables.place, p.plan.used,
+    first_copies.ask(step, head_of<T>(p.other_first, item.batch, head), p.other_first.row, tables.place, p.plan, ahead);
+    second_copies.ask(step, head_of<T>(p.other_second, item.batch, head), p.other_second.row, tables.place, p.plan,
                       ahead + kTileBytes);
     if constexpr (Keys) {
       if (thread < kCols) {
-        const Place place = tables.place[thread];
-        const bool read = is_inside(step.tile.inside, place.at);
+        const int token = column_at(p.plan, step, tables.place[thread], thread);
         constexpr int kBytes = sizeof(Stats);
-        copy_async_small<kBytes>(shared_address(&stats[stage][thread]),
-                                 stats_of(head) + (read ? step.tile.base + place.offset : 0), read ? kBytes : 0);
+        copy_async_small<kBytes>(shared_address(&stats[stage][thread]), stats_of(head) + max(token, 0),
+                                 token < 0 ? 0 : kBytes);
       }
     }
   };
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extra
       stats[0][n] = tables.token[n] >= 0 ? stats_of(item.head)[tables.token[n]] : Stats{infinity(), 0.0f};
     }
   }
-  Walk<Keys> walk(p.plan, item.tile, item.member_count, item.batch);
+  Walk<Keys, decltype(p.plan)> walk(p.plan, item);
   Step now = walk.take();
   if (now.there()) {
     ask(now, 0);
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extra
       each_score(s, [&](int i, int half, int j, int e, float& x) {
         float& gradient = g.at[i][j][2 * half + e];
         const int row = tables.token[warp_row + 8 * half + lane / 4];
-        const int col = now.tile.base + tables.place[8 * j + lane % 4 * 2 + e].offset;
+        const int n = 8 * j + lane % 4 * 2 + e, col = position_of(p.plan, now, tables.place[n], n);
         const int query = Keys ? col : row, key = Keys ? row : col;
         if (row >= 0 && there(i, half, j, e)) {
           const ScoreStats of = stat(half, j, e);
@@ -244,9 +244,10 @@ __device__ __forceinline__ void put_bias(const attention_op::BiasGradientParams&
 /// RowSums: over the tile's columns too. Extras: more than a bias is done to scores. `splits` CTAs for each (batch,
 /// head, row tile) take its steps in turn. Scores and dP are recomputed, sums stay in registers; the tiles of the next
 /// (batch, head) arrive meanwhile.
-template <typename T, int Depth, bool Keys, bool RowSums, bool Extras>
+template <typename T, int Depth, bool Keys, bool RowSums, bool Extras,
+          typename Params = attention_op::BiasGradientParams>
 __global__ void __launch_bounds__(32 * attention_op::bias_shape(Depth).warps)
-    attention_bias_gradient(const __grid_constant__ attention_op::BiasGradientParams p) {
+    attention_bias_gradient(const __grid_constant__ Params p) {
   constexpr auto kShape = attention_op::bias_shape(Depth);
   constexpr int kRows = kShape.rows, kCols = kShape.cols, kThreads = 32 * kShape.warps;
   constexpr int kLine = attention_op::line_bytes(Depth), kStage = 2 * (kRows + kCols) * kLine;
@@ -257,7 +258,7 @@ __global__ void __launch_bounds__(32 * attention_op::bias_shape(Depth).warps)
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const u32 tiles = static_cast<u32>(p.plan.row_tile_count), splits = static_cast<u32>(p.splits);
   const u32 set = blockIdx.x / (tiles * splits), within = blockIdx.x - set * tiles * splits;
-  const int tile = p.plan.by_work[within / splits];
+  const int tile = tile_at(p.plan, within / splits, Keys);
   const u32 head_sets = p.sum_heads ? 1u : static_cast<u32>(p.head_count);
   const int batch_set = p.first_batch + static_cast<int>(set / head_sets), head_set = static_cast<int>(set % head_sets);
   const auto head_at = [&](int n) { return p.heads != nullptr ? p.heads[n] : n; };
@@ -294,9 +295,9 @@ __global__ void __launch_bounds__(32 * attention_op::bias_shape(Depth).warps)
                                                p.value_depth, row_token);
     }
     first_copies.ask(turn.step, head_of<T>(p.other_first, turn.batch, col_head), p.other_first.row, tables.place,
-                     p.plan.used, ahead);
+                     p.plan, ahead);
     second_copies.ask(turn.step, head_of<T>(p.other_second, turn.batch, col_head), p.other_second.row, tables.place,
-                      p.plan.used, ahead + kCols * kLine);
+                      p.plan, ahead + kCols * kLine);
     const ScoreStats* const from = p.stats + (static_cast<i64>(turn.batch) * p.all + turn.head) * p.queries;
     for (int n = thread; n < (Keys ? kCols : kRows); n += kThreads) {
       int token = tables.token[Keys ? 0 : n];
@@ -308,7 +309,7 @@ __global__ void __launch_bounds__(32 * attention_op::bias_shape(Depth).warps)
     }
   };
 
-  Walk<false> walk(p.plan, tile, 1, 0);
+  Walk<false, decltype(p.plan)> walk(p.plan, Item{tile, 0, 0, 0, 1});
   const auto skip_to = [&](u32 count) {  // the step after `count` others
     Step step = walk.take();
     for (; count > 0 && step.there(); --count) {
@@ -324,7 +325,7 @@ __global__ void __launch_bounds__(32 * attention_op::bias_shape(Depth).warps)
       return turn;
     }
     turn.head = head_at(n);
-    walk.see_as(turn.step, batch);
+    walk.see_as(turn.step, batch, turn.head);
     if (++n == head_end) {
       n = head_begin;
       if (++batch == batch_end) {

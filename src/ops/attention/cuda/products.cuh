@@ -148,8 +148,9 @@ template <int Frags, int Cols, bool Used>
 struct MaskWords {
   u32 word[Frags][2][Cols / 32];
 
-  __device__ __forceinline__ MaskWords(const ComponentArg& plan, const Step& step, int warp_row) {
-    const MaskArg mask = mask_of<Cols>(plan, step);
+  template <typename Plan>
+  __device__ __forceinline__ MaskWords(const Plan& plan, const Step& step, int warp_row) {
+    const auto mask = mask_of<Cols>(plan, step);
     const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int i = 0; i < Frags; ++i) {
@@ -170,10 +171,10 @@ struct MaskWords {
 };
 
 /// Takes out the scores that a step does not have. Word by word: registers are few.
-template <int Frags, int Cols>
-__device__ __forceinline__ void apply_mask(register_sums<Frags, Cols / 8>& s, const ComponentArg& plan,
-                                           const Step& step, int warp_row) {
-  const MaskArg mask = mask_of<Cols>(plan, step);
+template <int Frags, int Cols, typename Plan>
+__device__ __forceinline__ void apply_mask(register_sums<Frags, Cols / 8>& s, const Plan& plan, const Step& step,
+                                           int warp_row) {
+  const auto mask = mask_of<Cols>(plan, step);
   const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
   for (int i = 0; i < Frags; ++i) {

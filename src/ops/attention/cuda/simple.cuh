@@ -55,16 +55,12 @@ __device__ __forceinline__ void fill_lines(float* tile, const u8* from, int row_
 }
 
 /// A step's column tile likewise.
-template <typename T, int Depth, int Cols>
+template <typename T, int Depth, int Cols, typename Plan>
 __device__ __forceinline__ void fill_columns(float* tile, const u8* from, int row_bytes, int depth, int slice,
-                                             const Step& step, const Place (&places)[Cols], const u32* used) {
+                                             const Step& step, const Place (&places)[Cols], const Plan& plan) {
   fill_lines<T, Depth>(tile, from, row_bytes, depth, slice, [&](int n) {
-    const Place place = places[n];
-    bool read = is_inside(step.tile.inside, place.at);
-    if (step.tile.used >= 0) {
-      read = read && (used[step.tile.used + n / 32] >> (n & 31) & 1) != 0;
-    }
-    return read ? step.tile.base + place.offset : -1;
+    const bool read = step.tile.used == -1 || (used_word(plan, step, n / 32) >> (n & 31) & 1) != 0;
+    return read ? column_at(plan, step, places[n], n) : -1;
   });
 }
 
@@ -227,10 +223,10 @@ __device__ __forceinline__ void add_lines(simple_sums<Depth>& sums, const simple
 }
 
 /// Calls f(i, j, whether the element is there) for a thread's scores.
-template <int Depth, typename F>
-__device__ __forceinline__ void each_simple(const ComponentArg& plan, const Step& step, const F& f) {
+template <int Depth, typename Plan, typename F>
+__device__ __forceinline__ void each_simple(const Plan& plan, const Step& step, const F& f) {
   using Shape = SimpleShape<Depth>;
-  const MaskArg mask = mask_of<Shape::kSide>(plan, step);
+  const auto mask = mask_of<Shape::kSide>(plan, step);
   const int x = static_cast<int>(threadIdx.x) % 16, y = static_cast<int>(threadIdx.x) / 16;
 #pragma unroll
   for (int i = 0; i < Shape::kEach; ++i) {
@@ -246,8 +242,8 @@ __device__ __forceinline__ void each_simple(const ComponentArg& plan, const Step
   }
 }
 
-template <int Depth, bool Tf32>
-__global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ attention_op::ForwardParams p) {
+template <int Depth, bool Tf32, typename Params = attention_op::ForwardParams>
+__global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ Params p) {
   using Shape = SimpleShape<Depth>;
   constexpr int kSide = Shape::kSide, kEach = Shape::kEach;
   extern __shared__ __align__(16) float lines[];
@@ -268,11 +264,11 @@ __global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ at
   };
   const auto fill_k = [&](const Step& step, int slice) {
     fill_columns<float, Depth>(k, head_of<float>(p.k, item.batch, key_head), p.k.row, p.depth, slice, step,
-                               tables.place, p.plan.used);
+                               tables.place, p.plan);
   };
   const auto fill_v = [&](const Step& step, int slice) {
     fill_columns<float, Depth>(v, head_of<float>(p.v, item.batch, key_head), p.v.row, p.value_depth, slice, step,
-                               tables.place, p.plan.used);
+                               tables.place, p.plan);
   };
   if constexpr (Shape::kSlices == 1) {
     fill_q(0);
@@ -285,7 +281,7 @@ __global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ at
     top[i] = -infinity();
     total[i] = 0.0f;
   }
-  Walk<false> walk(p.plan, item.tile, 1, item.batch);
+  Walk<false, decltype(p.plan)> walk(p.plan, item);
 #pragma unroll 1
   for (Step now = walk.take(); now.there(); now = walk.take()) {
     if constexpr (Shape::kSlices == 1) {
@@ -303,7 +299,7 @@ __global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ at
         },
         [&](int) { dot_lines<Depth, Tf32>(s, q, k, exchange); });
     each_simple<Depth>(p.plan, now, [&](int i, int j, bool there) {
-      const int row = tables.token[y + 16 * i], col = now.tile.base + tables.place[x + 16 * j].offset;
+      const int row = tables.token[y + 16 * i], col = position_of(p.plan, now, tables.place[x + 16 * j], x + 16 * j);
       float slope;
       s[i][j] = row >= 0 && there ? score.prepare(s[i][j], row, col, slope) : -infinity();
     });
@@ -322,7 +318,7 @@ __global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ at
       for (int j = 0; j < kEach; ++j) {
         s[i][j] = exp2_fast(score.exponent(s[i][j], from));
         total[i] += s[i][j];
-        if (!score.keeps(tables.token[y + 16 * i], now.tile.base + tables.place[x + 16 * j].offset)) {
+        if (!score.keeps(tables.token[y + 16 * i], position_of(p.plan, now, tables.place[x + 16 * j], x + 16 * j))) {
           s[i][j] = 0.0f;
         }
       }
@@ -362,14 +358,13 @@ __global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ at
 }
 
 /// What a score's gradient is made of, for kernels that own queries or keys.
-template <int Depth>
-__device__ __forceinline__ void simple_gradients(simple_scores<Depth>& s, simple_scores<Depth>& g,
-                                                 const ComponentArg& plan, const Step& now, const Score<true>& score,
-                                                 const ScoreStats* stats, bool keys, bool through_cap,
-                                                 const int* tokens, const Place* places) {
+template <int Depth, typename Plan>
+__device__ __forceinline__ void simple_gradients(simple_scores<Depth>& s, simple_scores<Depth>& g, const Plan& plan,
+                                                 const Step& now, const Score<true>& score, const ScoreStats* stats,
+                                                 bool keys, bool through_cap, const int* tokens, const Place* places) {
   const int x = static_cast<int>(threadIdx.x) % 16, y = static_cast<int>(threadIdx.x) / 16;
   each_simple<Depth>(plan, now, [&](int i, int j, bool there) {
-    const int row = tokens[y + 16 * i], col = now.tile.base + places[x + 16 * j].offset;
+    const int row = tokens[y + 16 * i], col = column_at(plan, now, places[x + 16 * j], x + 16 * j);
     const int query = keys ? col : row, key = keys ? row : col;
     if (row >= 0 && there) {
       const ScoreStats of = stats[query];
@@ -408,8 +403,8 @@ __device__ __forceinline__ void store_simple(simple_sums<Depth>& sums, const Out
 }
 
 /// As attention_backward: Keys says whose gradients these are.
-template <int Depth, bool Keys, bool Tf32>
-__global__ void __launch_bounds__(256) simple_backward(const __grid_constant__ attention_op::BackwardParams p) {
+template <int Depth, bool Keys, bool Tf32, typename Params = attention_op::BackwardParams>
+__global__ void __launch_bounds__(256) simple_backward(const __grid_constant__ Params p) {
   using Shape = SimpleShape<Depth>;
   constexpr int kSide = Shape::kSide;
   extern __shared__ __align__(16) float lines[];
@@ -430,7 +425,7 @@ __global__ void __launch_bounds__(256) simple_backward(const __grid_constant__ a
   }
   simple_sums<Depth> d_first = {};
   float d_second[Keys ? Shape::kEach : 1][Depth / 64][4] = {};
-  Walk<Keys> walk(p.plan, item.tile, item.member_count, item.batch);
+  Walk<Keys, decltype(p.plan)> walk(p.plan, item);
 #pragma unroll 1
   for (Step now = walk.take(); now.there(); now = walk.take()) {
     const int member = item.first_member + now.member;
@@ -438,7 +433,7 @@ __global__ void __launch_bounds__(256) simple_backward(const __grid_constant__ a
     const int other_head = Keys ? query_head : item.head / p.heads.ratio;
     const auto fill_other = [&](float* to, const InputArg& from, int depth, int slice) {
       fill_columns<float, Depth>(to, head_of<float>(from, item.batch, other_head), from.row, depth, slice, now,
-                                 tables.place, p.plan.used);
+                                 tables.place, p.plan);
     };
     const auto fill_a = [&](int slice) { fill_other(a, p.other_first, p.depth, slice); };
     const auto fill_b = [&](int slice) { fill_other(b, p.other_second, p.value_depth, slice); };
@@ -483,8 +478,8 @@ __global__ void __launch_bounds__(256) simple_backward(const __grid_constant__ a
 
 /// The gradient of the bias for the row tile of one (batch, head) of the bias, summed over those it is broadcast to.
 /// RowSums: over the tile's columns too. A CTA for each (batch, head, row tile).
-template <typename T, int Depth, bool Keys, bool RowSums>
-__global__ void __launch_bounds__(256, 2) bias_gradient(const __grid_constant__ attention_op::BiasGradientParams p) {
+template <typename T, int Depth, bool Keys, bool RowSums, typename Params = attention_op::BiasGradientParams>
+__global__ void __launch_bounds__(256, Depth > 64 ? 1 : 2) bias_gradient(const __grid_constant__ Params p) {
   using Shape = SimpleShape<Depth>;
   constexpr int kSide = Shape::kSide, kEach = Shape::kEach;
   extern __shared__ __align__(16) float lines[];
@@ -495,7 +490,7 @@ __global__ void __launch_bounds__(256, 2) bias_gradient(const __grid_constant__ 
 
   const int x = static_cast<int>(threadIdx.x) % 16, y = static_cast<int>(threadIdx.x) / 16;
   const u32 tiles = static_cast<u32>(p.plan.row_tile_count), set = blockIdx.x / tiles;
-  const int tile = p.plan.by_work[blockIdx.x - set * tiles];
+  const int tile = tile_at(p.plan, blockIdx.x - set * tiles, Keys);
   const u32 head_sets = p.sum_heads ? 1u : static_cast<u32>(p.head_count);
   const int batch_set = p.first_batch + static_cast<int>(set / head_sets), head_set = static_cast<int>(set % head_sets);
   const auto head_at = [&](int n) { return p.heads != nullptr ? p.heads[n] : n; };
@@ -506,7 +501,7 @@ __global__ void __launch_bounds__(256, 2) bias_gradient(const __grid_constant__ 
                      (p.sum_heads ? 0 : head_at(head_set) * p.out_head);
   tables.fill(p.plan, tile);
   simple_scores<Depth> sum = {};
-  Walk<false> walk(p.plan, tile, 1, 0);
+  Walk<false, decltype(p.plan)> walk(p.plan, Item{tile, 0, 0, 0, 1});
 #pragma unroll 1
   for (Step now = walk.take(); now.there(); now = walk.take()) {
 #pragma unroll 1
@@ -516,7 +511,7 @@ __global__ void __launch_bounds__(256, 2) bias_gradient(const __grid_constant__ 
         const int head = head_at(n), key_head = head / p.ratio;
         const int row_head = Keys ? key_head : head, col_head = Keys ? head : key_head;
         Step step = now;
-        walk.see_as(step, batch);
+        walk.see_as(step, batch, head);
         __syncthreads();
         for (int m = static_cast<int>(threadIdx.x); m < kSide; m += static_cast<int>(blockDim.x)) {
           const int token = tables.token[m];
@@ -528,7 +523,7 @@ __global__ void __launch_bounds__(256, 2) bias_gradient(const __grid_constant__ 
                               int slice) {
           fill_lines<T, Depth>(rows, head_of<T>(row, batch, row_head), row.row, depth, slice, row_token);
           fill_columns<T, Depth>(cols, head_of<T>(col, batch, col_head), col.row, depth, slice, step, tables.place,
-                                 p.plan.used);
+                                 p.plan);
         };
         const auto fill_first = [&](int slice) { fill(first, p.first, a, p.other_first, p.depth, slice); };
         const auto fill_second = [&](int slice) { fill(second, p.second, b, p.other_second, p.value_depth, slice); };

@@ -64,8 +64,13 @@ struct Item {
   int head;                        ///< of the rows: a query head, or a key head
   int first_member, member_count;  ///< the key head's query heads
 };
+/// The row tile that the n-th CTA of a (batch, head) takes.
+__device__ __forceinline__ int tile_at(const ComponentArg& plan, u32 n, bool /*rows_are_keys*/) {
+  return plan.by_work[n];
+}
 /// CTAs that run together share a head's keys where lengths allow.
-__device__ __forceinline__ Item item_of(const ComponentArg& plan, const HeadsArg& heads, bool rows_are_keys) {
+template <typename Plan>
+__device__ __forceinline__ Item item_of(const Plan& plan, const HeadsArg& heads, bool rows_are_keys) {
   const u32 sets = static_cast<u32>(heads.batch) * static_cast<u32>(heads.count);
   const u32 early = static_cast<u32>(plan.long_tiles) * sets;
   u32 set, tile;
@@ -78,7 +83,7 @@ __device__ __forceinline__ Item item_of(const ComponentArg& plan, const HeadsArg
     tile = static_cast<u32>(plan.long_tiles) + rest - set * tiles;
   }
   Item item;
-  item.tile = plan.by_work[tile];
+  item.tile = tile_at(plan, tile, rows_are_keys);
   item.batch = static_cast<int>(set / static_cast<u32>(heads.count));
   const int n = static_cast<int>(set) - item.batch * heads.count;
   item.batch += heads.first_batch;
@@ -99,6 +104,9 @@ struct Step {
   TileArg tile;
   int mask = -2;  ///< −1: whole; −2: there is no step
   int member = 0;
+  const int2* rows = nullptr;  ///< of plans whose masks are intervals: that of the tile's first row
+  u32 blocks = 0;              ///< of plans whose steps are several blocks: which, from the tile's base on
+  int first = 0, last = 0;     ///< and within which columns
   __device__ __forceinline__ bool there() const { return mask > -2; }
   /// Waits for what was read, so that a loop need not ask in every turn whether its first step has come.
   __device__ __forceinline__ void settle() {
@@ -108,19 +116,20 @@ struct Step {
   }
 };
 
-/// Gives the steps of a row tile, with Members once for each of them.
-template <bool Members>
+/// Gives the steps of an item's row tile, with Members once for each of them. A plan of another type has a walk of its
+/// own, and its own tile_at, column_at, position_of, mask_of, mask_word and used_word.
+template <bool Members, typename Plan = ComponentArg>
 class Walk {
  public:
-  __device__ __forceinline__ Walk(const ComponentArg& plan, int row_tile, int members, int batch)
+  __device__ __forceinline__ Walk(const Plan& plan, const Item& item)
       : plan_(plan),
-        seen_(!Members && plan.seen != nullptr ? plan.seen + batch * plan.col_tile_count : nullptr),
-        begin_(plan.first[row_tile]),
-        end_(plan.first[row_tile + 1]),
+        seen_(!Members && plan.seen != nullptr ? plan.seen + item.batch * plan.col_tile_count : nullptr),
+        begin_(plan.first[item.tile]),
+        end_(plan.first[item.tile + 1]),
         run_(begin_),
-        members_(members) {}
-  /// The step that was taken last, as another batch element's queries see it.
-  __device__ __forceinline__ void see_as(Step& step, int batch) const {
+        members_(item.member_count) {}
+  /// The step that was taken last, as the queries of another batch element and head see it.
+  __device__ __forceinline__ void see_as(Step& step, int batch, int /*head*/) const {
     if (plan_.seen != nullptr) {
       step.tile.used = plan_.seen[batch * plan_.col_tile_count + tile_ - 1];
     }
@@ -152,13 +161,27 @@ class Walk {
   }
 
  private:
-  const ComponentArg& plan_;
+  const Plan& plan_;
   const int* seen_;  ///< of the batch element's column tiles
   int begin_, end_, run_, members_, member_ = 0, tile_ = 0, last_ = 0, mask_ = -1;
 };
 
 /// Whether all of a step's elements are there, as far as a tile goes.
-__device__ __forceinline__ bool is_whole(const Step& step) { return step.mask < 0 && step.tile.used < 0; }
+__device__ __forceinline__ bool is_whole(const Step& step) { return step.mask < 0 && step.tile.used == -1; }
+
+/// The token of a step's n-th column, or −1 where it is outside.
+__device__ __forceinline__ int column_at(const ComponentArg& /*plan*/, const Step& step, const Place& place,
+                                         int /*n*/) {
+  return is_inside(step.tile.inside, place.at) ? step.tile.base + place.offset : -1;
+}
+/// The same of a column that is known to be inside.
+__device__ __forceinline__ int position_of(const ComponentArg& /*plan*/, const Step& step, const Place& place,
+                                           int /*n*/) {
+  return step.tile.base + place.offset;
+}
+/// Of plans whose steps are not ranges of columns.
+template <typename Plan>
+inline constexpr bool kGathers = false;
 
 __device__ __forceinline__ bool is_padding(const PaddingArg& padding, int batch, int key) {
   return padding.data != nullptr && padding.data[batch * padding.batch + key * padding.col] != 0;
@@ -330,11 +353,12 @@ class ColumnCopies {
       }
     }
   }
+  template <typename Plan>
   __device__ __forceinline__ void ask(const Step& step, const u8* from, int row_bytes, const Place (&places)[Cols],
-                                      const u32* used, u32 ahead = 0) const {
+                                      const Plan& plan, u32 ahead = 0) const {
     const int first = static_cast<int>(threadIdx.x) / kLanes;
     from += static_cast<int>(threadIdx.x) % kLanes * 16;
-    if (is_whole(step) && bytes_ == 16) {
+    if (!kGathers<Plan> && is_whole(step) && bytes_ == 16) {
       const u8* const base = row_at(from, step.tile.base, row_bytes);
       int offset[kCount];  // all at once: shared memory is waited for once
 #pragma unroll
@@ -352,14 +376,14 @@ class ColumnCopies {
         int token[kTogether];
 #pragma unroll
         for (int e = 0; e < kTogether; ++e) {
-          const Place place = places[first + (i + e) * kStep];
-          token[e] = is_inside(step.tile.inside, place.at) ? step.tile.base + place.offset : -1;
+          const int n = first + (i + e) * kStep;
+          token[e] = column_at(plan, step, places[n], n);
         }
-        if (step.tile.used >= 0) {
+        if (step.tile.used != -1) {
 #pragma unroll
           for (int e = 0; e < kTogether; ++e) {
             const int n = first + (i + e) * kStep;
-            token[e] = (used[step.tile.used + n / 32] >> (n & 31) & 1) != 0 ? token[e] : -1;
+            token[e] = (used_word(plan, step, n / 32) >> (n & 31) & 1) != 0 ? token[e] : -1;
           }
         }
 #pragma unroll
@@ -410,10 +434,11 @@ class PartCopies<T, Depth, Cols, Threads, Bytes, 2> {
     first_.clear(from, ahead);
     second_.clear(from, ahead + Cols * Bytes);
   }
+  template <typename Plan>
   __device__ __forceinline__ void ask(const Step& step, const u8* from, int row_bytes, const Place (&places)[Cols],
-                                      const u32* used, u32 ahead = 0) const {
-    first_.ask(step, from, row_bytes, places, used, ahead);
-    second_.ask(step, from + Depth / 2 * sizeof(T), row_bytes, places, used, ahead + Cols * Bytes);
+                                      const Plan& plan, u32 ahead = 0) const {
+    first_.ask(step, from, row_bytes, places, plan, ahead);
+    second_.ask(step, from + Depth / 2 * sizeof(T), row_bytes, places, plan, ahead + Cols * Bytes);
   }
 
  private:

@@ -1,0 +1,161 @@
+// torch.ops.fretwork's attention on what only the device knows, and its gradient.
+#include "call.h"
+
+namespace {
+
+using namespace fretwork_torch;  // NOLINT: what every op here is made of
+
+/// The arguments that forward and backward share, in the order of their schemas.
+struct Features {
+  explicit Features(Arguments& arguments)
+      : pattern(arguments.text()),
+        mask(arguments.optional_tensor()),
+        counts(arguments.optional_tensor()),
+        indices(arguments.optional_tensor()),
+        selected(arguments.optional_tensor()),
+        cu_q(arguments.optional_tensor()),
+        cu_k(arguments.optional_tensor()),
+        sizes(arguments.integers()),
+        scale(arguments.optional_number()),
+        bias(arguments.optional_tensor()),
+        slopes(arguments.optional_tensor()),
+        softcap(arguments.number()),
+        dropout(arguments.number()),
+        seed(arguments.optional_tensor()),
+        precision(arguments.text()),
+        padding(arguments.optional_tensor()) {}
+  Text pattern;
+  std::optional<Tensor> mask, counts, indices, selected, cu_q, cu_k;
+  std::vector<std::int64_t> sizes;  ///< block rows, block columns, causal, left, right, max_q, max_k; −1: none
+  std::optional<double> scale;
+  std::optional<Tensor> bias, slopes;
+  double softcap, dropout;
+  std::optional<Tensor> seed;
+  Text precision;
+  std::optional<Tensor> padding;
+};
+
+/// The same as the core has them.
+struct Options {
+  Options(const char* op, const Features& f, const Tensor& q)
+      : pattern(f.pattern.view().empty() ? nullptr : fretwork::parse_pattern(f.pattern.view())) {
+    if (f.sizes.size() != 7) {
+      throw fretwork::Error(op, "sizes", "7 numbers", std::to_string(f.sizes.size()));
+    }
+    constexpr Kinds kWhole{"int32", true};
+    keys.mask = view(op, "blocks", f.mask, {"bool"});
+    keys.counts = view(op, "counts", f.counts, kWhole);
+    keys.indices = view(op, "indices", f.indices, kWhole);
+    keys.selected = view(op, "indices", f.selected, kWhole);
+    keys.cu_q = view(op, "cu_q", f.cu_q, kWhole);
+    keys.cu_k = view(op, "cu_k", f.cu_k, kWhole);
+    const auto bound = [&](std::size_t n) { return f.sizes[n] < 0 ? std::nullopt : std::optional(f.sizes[n]); };
+    keys.block_rows = f.sizes[0];
+    keys.block_cols = f.sizes[1];
+    keys.causal = f.sizes[2] > 0;
+    keys.left = bound(3);
+    keys.right = bound(4);
+    keys.max_q = bound(5);
+    keys.max_k = bound(6);
+    options.bias = view(op, "bias", f.bias);
+    options.slopes = view(op, "slopes", f.slopes);
+    options.key_padding = view(op, "key_padding_mask", f.padding, {"bool"});
+    options.scale = f.scale;
+    options.softcap = f.softcap;
+    options.dropout = f.dropout;
+    if (f.seed.has_value()) {
+      const bool right =
+          dtype_code(*f.seed) == aoti_torch_dtype_int64() && f.seed->numel() == 1 && device_of(*f.seed) == device_of(q);
+      if (!right) {
+        throw fretwork::Error(op, "seed", "one int64 on the device of q", "something else");
+      }
+      options.dropout_seed = static_cast<const std::int64_t*>(f.seed->const_data_ptr());
+    }
+  }
+  fretwork::PatternPtr pattern;
+  fretwork::DeviceKeys keys;
+  fretwork::AttentionOptions options;
+};
+
+void dynamic_attention(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "attention";
+  Arguments arguments(stack);
+  const Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
+  const Features features(arguments);
+
+  const Options options(kOp, features, q);
+  const fretwork::ConstTensorView queries = view(kOp, "q", q), keys = view(kOp, "k", k), values = view(kOp, "v", v);
+  const std::int64_t sizes[] = {queries.size(0), queries.size(1), queries.size(2), values.size(3)};
+  const Tensor out = empty_like(sizes, q);
+  const bool wide = queries.dtype == fretwork::DType::f64;
+  const Tensor lse =
+      empty(std::span(sizes).first(3), wide ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32(), q);
+  Call call(q);
+  call.context().precision = precision_named(kOp, features.precision.view());
+  fretwork::dynamic_attention(queries, keys, values, options.pattern, options.keys, out_view(kOp, "out", out),
+                              out_view(kOp, "lse", lse), call.context(), options.options);
+  stack[0] = torch::stable::detail::from(out);
+  stack[1] = torch::stable::detail::from(lse);
+}
+
+/// A gradient that goes where the core is told, or stays empty when it is not wanted.
+struct Gradient {
+  Gradient(const char* argument, const Tensor& of, bool wanted)
+      : tensor(wanted ? empty_like(sizes_of(of), of) : empty_like(std::array<std::int64_t, 1>{0}, of)),
+        place(wanted ? std::optional(out_view("attention_backward", argument, tensor)) : std::nullopt) {}
+  static std::vector<std::int64_t> sizes_of(const Tensor& of) {
+    const auto sizes = of.sizes();
+    return {sizes.begin(), sizes.end()};
+  }
+  Tensor tensor;
+  std::optional<fretwork::TensorView> place;
+};
+
+void dynamic_attention_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "attention_backward";
+  Arguments arguments(stack);
+  const Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor(), out = arguments.tensor(),
+               lse = arguments.tensor(), d_out = arguments.tensor();
+  const std::optional<Tensor> d_lse = arguments.optional_tensor();
+  const Features features(arguments);
+  const bool needs_q = arguments.flag(), needs_k = arguments.flag(), needs_v = arguments.flag(),
+             needs_bias = arguments.flag() && features.bias.has_value();
+
+  const Options options(kOp, features, q);
+  const Gradient d_q("d_q", q, needs_q), d_k("d_k", k, needs_k), d_v("d_v", v, needs_v),
+      d_bias("d_bias", features.bias.value_or(q), needs_bias);
+  Call call(q);
+  call.context().precision = precision_named(kOp, features.precision.view());
+  fretwork::dynamic_attention_backward(
+      view(kOp, "q", q), view(kOp, "k", k), view(kOp, "v", v), options.pattern, options.keys, view(kOp, "out", out),
+      view(kOp, "lse", lse), view(kOp, "d_out", d_out), view(kOp, "d_lse", d_lse),
+      {.q = d_q.place, .k = d_k.place, .v = d_v.place, .bias = d_bias.place}, call.context(), options.options);
+  const Tensor results[] = {d_q.tensor, d_k.tensor, d_v.tensor, d_bias.tensor};
+  for (std::size_t n = 0; n < std::size(results); ++n) {
+    stack[n] = torch::stable::detail::from(results[n]);
+  }
+}
+
+void implement(torch::stable::detail::StableLibrary& m) {
+  implement_twins(m, "dynamic_attention", &dynamic_attention);
+  implement_twins(m, "dynamic_attention_backward", &dynamic_attention_backward);
+}
+
+const std::string kFeatures =
+    "str pattern, Tensor? mask, Tensor? counts, Tensor? indices, Tensor? selected, Tensor? cu_q, Tensor? cu_k, "
+    "int[] sizes, float? scale, Tensor? bias, Tensor? slopes, float softcap, float dropout_p, Tensor? seed, str "
+    "precision, Tensor? key_padding_mask";
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fretwork, m) {
+  define_twins(m, "dynamic_attention(Tensor q, Tensor k, Tensor v, " + kFeatures + ") -> (Tensor out, Tensor lse)");
+  define_twins(m,
+               "dynamic_attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor d_out, Tensor? "
+               "d_lse, " +
+                   kFeatures +
+                   ", bool needs_q, bool needs_k, bool needs_v, bool needs_bias) -> (Tensor d_q, Tensor d_k, Tensor "
+                   "d_v, Tensor d_bias)");
+}
+STABLE_TORCH_LIBRARY_IMPL(fretwork, CPU, m) { implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(fretwork, CUDA, m) { implement(m); }

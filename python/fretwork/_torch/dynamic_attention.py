@@ -1,0 +1,146 @@
+"""torch's rules for attention on what only the device knows."""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fretwork import _shapes
+from fretwork._torch.differentiable import DifferentiableOp, called_plainly
+from fretwork._torch.registration import lowered, operand
+from fretwork._torch.vmap import mapped, one_by_one, sample_shape
+from fretwork.patterns import Pattern
+
+dynamic_attention_op = DifferentiableOp("dynamic_attention")
+dynamic_attention_backward_op = DifferentiableOp("dynamic_attention_backward")
+
+
+@torch.compiler.assume_constant_result
+def has_interval_rows(key: str) -> bool:
+    """Whether each row and each column of a pattern is an interval."""
+    return _has_interval_rows(key)
+
+
+@lru_cache(256)
+def _has_interval_rows(key: str) -> bool:
+    pattern = Pattern.parse(key)
+    try:
+        lines = [p.numpy_acsr() for p in (pattern, pattern.T)]
+    except ValueError:
+        return False
+    return all(bool(((stride == 1) | (count < 2)).all()) for _, stride, count in lines)
+
+
+@dynamic_attention_op.register_fake
+def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _shapes.check_qkv("attention", [operand(name, t) for name, t in zip("qkv", (q, k, v), strict=True)])
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide)
+
+
+@dynamic_attention_backward_op.register_fake
+def _backward_fake(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    bias, needs = rest[_BIAS - 3], rest[-4:]
+    return tuple(
+        torch.empty_like(t, memory_format=torch.contiguous_format) if wanted and t is not None else q.new_empty(0)
+        for t, wanted in zip((q, k, v, bias), needs, strict=True)
+    )
+
+
+# Places among the arguments: q, k, v, pattern, mask, counts, indices, selected, cu_q, cu_k, sizes, scale, bias, slopes,
+# softcap, dropout_p, seed, precision, key_padding_mask.
+_KNOWN = range(4, 10)
+_BIAS, _SLOPES, _SEED, _PADDING = 12, 13, 16, 18
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.rest = tuple(None if isinstance(x, Tensor) else x for x in inputs[3:])
+    ctx.save_for_backward(*inputs[:3], *output, *(x if isinstance(x, Tensor) else None for x in inputs[3:]))
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    rest = [x if t is None else t for x, t in zip(ctx.rest, tensors, strict=True)]
+    nothing = (None,) * (len(rest) + 3)
+    if d_out is None:
+        if d_lse is None:
+            return nothing
+        d_out = torch.zeros_like(out)
+    if 0 in d_out.stride():  # one number for many, as a sum's gradient is: kernels read rows
+        d_out = d_out.contiguous()
+    needs = *ctx.needs_input_grad[:3], ctx.needs_input_grad[_BIAS]
+    plainly = not torch.is_grad_enabled() and called_plainly((q, k, v, d_out, d_lse, *rest))
+    op: Any = dynamic_attention_backward_op.plain if plainly else dynamic_attention_backward_op
+    found = op(q, k, v, out, lse, d_out, d_lse, *rest, *needs)
+    gradients = list(nothing)
+    for at, gradient, needed in zip((0, 1, 2, _BIAS), found, needs, strict=True):
+        gradients[at] = gradient if needed else None
+    return tuple(gradients)
+
+
+def _second(ctx: Any, *gradients: Tensor) -> None:
+    raise NotImplementedError(
+        "attention: gradient: expected to be differentiated once, got a second time; for second derivatives apply "
+        "torch.softmax to scores with −inf where a key is not seen"
+    )
+
+
+def _vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+    """Into the batch, if only q, k, v, blocks and selections are mapped."""
+    size = info.batch_size
+    in_dims = tuple(d if isinstance(d, int) else None for d in in_dims)  # that of `sizes` is a list
+    into_batch = {0, 1, 2, 4, 5, 6, 7}
+    alone = arguments[8] is not None or any(arguments[n] is not None for n in (_BIAS, _SLOPES, _SEED, _PADDING))
+    if alone or any(d is not None and n not in into_batch for n, d in enumerate(in_dims)):
+        return one_by_one(dynamic_attention_op, size, in_dims, arguments)
+    batch = sample_shape(arguments[0], in_dims[0])[0]
+    given = list(arguments)
+    for n in into_batch:
+        if given[n] is None:
+            continue
+        x, dim = given[n], in_dims[n]
+        if n > 3:  # of all batch elements, or one for all
+            x = x[None] if dim is None else x.movedim(dim, 0)
+            x, dim = x.expand(size, batch, *x.shape[2:]), 0
+        given[n] = mapped(x, dim, size)
+    found = dynamic_attention_op(*given)
+    return tuple(t.unflatten(0, (size, batch)) for t in found), (0, 0)
+
+
+def _backward_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+    in_dims = tuple(d if isinstance(d, int) else None for d in in_dims)
+    return one_by_one(dynamic_attention_backward_op, info.batch_size, in_dims, arguments)
+
+
+def _cast(*arguments: Any) -> tuple[Any, ...]:
+    dtype = torch.get_autocast_dtype(arguments[0].device.type)
+    given = [lowered(t, dtype) if n < 3 else t for n, t in enumerate(arguments)]
+    if given[_BIAS] is not None and given[_BIAS].dtype != torch.float32:  # which goes with every type
+        given[_BIAS] = lowered(given[_BIAS], dtype)
+    return tuple(given)
+
+
+dynamic_attention_op.register_gradient(_gradient, _setup)
+dynamic_attention_backward_op.register_gradient(_second)
+dynamic_attention_op.register_vmap(_vmap)
+dynamic_attention_backward_op.register_vmap(_backward_vmap)
+dynamic_attention_op.register_autocast(_cast)
+
+
+def with_sinks(o: Tensor, lse: Tensor, sinks: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The results after one more score for each query of head h, `sinks[h]`, whose value is zero.
+
+    Heads are the dimension before the rows of lse; `rows`, if given, says which of them take part.
+    """
+    scores = sinks.to(lse.dtype)[:, None].expand_as(lse)
+    none = (lse == -torch.inf) & (scores == -torch.inf)  # without any score there is nothing, and no gradient
+    if rows is not None:
+        none = none | ~rows
+    own, scores = lse.masked_fill(none, 0), scores.masked_fill(none, 0)
+    both = torch.logaddexp(own, scores)
+    share = (own - both).exp().masked_fill(none, 0)
+    return (o * share[..., None]).to(o.dtype), both.masked_fill(none, -torch.inf)

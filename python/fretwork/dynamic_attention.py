@@ -1,0 +1,315 @@
+"""Attention on what only the device knows: blocks selected by each query, packed documents."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from fretwork._checks import fail, flag, whole_number
+from fretwork._shapes import check_qkv
+from fretwork._torch.arguments import as_number, check_tensor, dtype_name, pattern_keys, precision_name
+from fretwork._torch.dynamic_attention import dynamic_attention_op, has_interval_rows, with_sinks
+from fretwork._torch.registration import operand
+from fretwork.block_lists import BlockLists
+from fretwork.patterns import Pattern
+
+__all__ = ["selected_attention", "varlen_attention"]
+
+SIDES = (16, 32, 64, 128)
+
+
+@overload
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    block: int = 64,
+    causal: bool = True,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    block: int = 64,
+    causal: bool = True,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    block: int = 64,
+    causal: bool = True,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention in which each query sees the key blocks that it selected.
+
+    q is (B, Hq, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv). `indices` (B, Hk, Sq, T), int32, has the blocks of `block`
+    keys (16, 32, 64 or 128) of each query, shared by the query heads of a key head; −1 stands for none, and no block
+    stands there twice. With `causal`, query i sees keys up to i + Sk − Sq. `sinks` (Hq,) is one more score of each
+    query, without a value. With `return_lse` the result is (o, lse), lse (B, Hq, Sq). Nothing is read on the host.
+
+    >>> import torch, fretwork as fw
+    >>> q, k, v = (torch.randn(1, 2, 100, 16, requires_grad=True) for _ in range(3))
+    >>> indices = torch.arange(100, dtype=torch.int32).div(16, rounding_mode="floor").expand(1, 2, 100)[..., None]
+    >>> o = fw.selected_attention(q, k, v, indices, block=16)
+    >>> own = fw.patterns.block_local(100, 16) & fw.patterns.causal(100)
+    >>> torch.allclose(o, fw.attention(q, k, v, own), atol=1e-5)
+    True
+    """
+    op = "selected_attention"
+    for name, x in {"q": q, "k": k, "v": v, "indices": indices}.items():
+        check_tensor(op, name, x)
+    batch, heads, rows, _ = check_qkv(op, [operand(name, x) for name, x in zip("qkv", (q, k, v), strict=True)])
+    if indices.dtype != torch.int32:
+        fail(op, "indices", "int32", dtype_name(indices.dtype))
+    if indices.dim() != 4 or indices.shape[:3] != (batch, k.shape[1], rows):
+        fail(op, "indices", f"({batch}, {k.shape[1]}, {rows}, T)", tuple(indices.shape))
+    side = _side(op, block)
+    sizes = (1, side, int(flag(op, "causal", causal)), -1, -1, -1, -1)
+    check_sinks(op, sinks, q, heads)
+    number = None if scale is None else as_number(op, "scale", scale)
+    o, lse = dynamic_attention_op(
+        *(q, k, v, "", None, None, None, indices, None, None, sizes, number, None, None, 0.0, 0.0, None),
+        *(precision_name(op, None), None),
+    )
+    if sinks is not None:
+        o, lse = with_sinks(o, lse, sinks)
+    return (o, lse) if return_lse else o
+
+
+@overload
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor | None = None,
+    max_q: int | None = None,
+    max_k: int | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor | None = None,
+    max_q: int | None = None,
+    max_k: int | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor | None = None,
+    max_q: int | None = None,
+    max_k: int | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention inside documents that lie side by side.
+
+    q is (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv). Document n has the queries cu_q[n] … cu_q[n+1] − 1 and the keys
+    likewise by `cu_k`, or by `cu_q` without it; both are int32 or int64. Query i of Lq sees key j of Lk if, with
+    p = i + Lk − Lq, j ≤ p where `causal` and −left ≤ j − p ≤ right for `window` = (left, right), None for no bound.
+    `max_q` and `max_k` are bounds of the lengths. They never change results. `sinks` (Hq,) is one more score of each
+    query, without a value. Rows outside of all documents are zeros with lse −inf. lse is (Hq, Tq). Nothing is read on
+    the host.
+
+    >>> import torch, fretwork as fw
+    >>> q, k, v = (torch.randn(100, 2, 16, requires_grad=True) for _ in range(3))
+    >>> o = fw.varlen_attention(q, k, v, torch.tensor([0, 30, 100]), causal=True)
+    >>> pattern = fw.patterns.document([30, 70], causal=True)
+    >>> x = [t.transpose(0, 1)[None] for t in (q, k, v)]
+    >>> torch.allclose(o, fw.attention(*x, pattern)[0].transpose(0, 1), atol=1e-5)
+    True
+    """
+    op = "varlen_attention"
+    for name, x in {"q": q, "k": k, "v": v, "cu_q": cu_q, **({} if cu_k is None else {"cu_k": cu_k})}.items():
+        check_tensor(op, name, x)
+    _check_packed(op, q, k, v)
+    starts = [_starts(op, "cu_q", cu_q, q)]
+    if cu_k is not None:
+        starts.append(_starts(op, "cu_k", cu_k, q))
+        if cu_k.shape != cu_q.shape:
+            fail(op, "cu_k", f"shape {tuple(cu_q.shape)} like cu_q", tuple(cu_k.shape))
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        fail(op, "window", "a pair (left, right), None for no bound", window)
+    bounds = [_bound(op, name, x) for name, x in (("window", window[0]), ("window", window[1]))]
+    bounds += [_bound(op, name, x) for name, x in (("max_q", max_q), ("max_k", max_k))]
+    sizes = (1, 1, int(flag(op, "causal", causal)), *bounds)
+    check_sinks(op, sinks, q, q.shape[1])
+    number = None if scale is None else as_number(op, "scale", scale)
+    o, lse = dynamic_attention_op(
+        *(x.transpose(0, 1)[None] for x in (q, k, v)),
+        *("", None, None, None, None, starts[0], starts[-1], sizes, number, None, None, 0.0, 0.0, None),
+        *(precision_name(op, None), None),
+    )
+    if sinks is not None:
+        row = torch.arange(q.shape[0], device=q.device)
+        o, lse = with_sinks(o, lse, sinks, (row >= starts[0][:1]) & (row < starts[0][-1:]))
+    o = o[0].transpose(0, 1)
+    return (o, lse[0]) if return_lse else o
+
+
+def block_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    patterns: tuple[Pattern, ...],
+    blocks: Tensor | BlockLists,
+    block: int | tuple[int, int],
+    options: tuple[Any, ...],
+) -> tuple[Tensor, Tensor]:
+    """`fw.attention` with blocks. `options`: scale, bias, slopes, softcap, dropout_p, seed, precision, padding."""
+    op = "attention"
+    if isinstance(block, (tuple, list)) and len(block) != 2:
+        fail(op, "block", "one or two of 16, 32, 64 and 128", block)
+    sides = tuple(_side(op, x) for x in (block if isinstance(block, (tuple, list)) else (block, block)))
+    different = len(set(pattern_keys(patterns).split("\n")))
+    if different > 1:
+        raise NotImplementedError(
+            f"{op}: pattern: expected one for all heads with blocks, got {different} different ones; call each group "
+            "of heads on its own"
+        )
+    _check_blocks(op, q, k, v, patterns[0], blocks, sides)
+    if options[-1] is not None and q.is_cuda:
+        k, v, options = _hide_padding(op, q, k, v, options)
+    mask = blocks if isinstance(blocks, Tensor) else None
+    lists = (None, None) if isinstance(blocks, Tensor) else (blocks.counts, blocks.indices)
+    sizes = (*sides, 0, -1, -1, -1, -1)
+    found = dynamic_attention_op(q, k, v, pattern_keys(patterns[:1]), mask, *lists, None, None, None, sizes, *options)
+    return found  # type: ignore[no-any-return]
+
+
+def _hide_padding(
+    op: str, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]
+) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    """Padding as a bias of −inf, on keys and values without it: GPU kernels have no other way with blocks."""
+    scale, bias, *others, padding = options
+    if padding.dtype != torch.bool:
+        fail(op, "key_padding_mask", "bool", dtype_name(padding.dtype))
+    if tuple(padding.shape) != (k.shape[0], k.shape[2]):
+        fail(op, "key_padding_mask", f"shape {(k.shape[0], k.shape[2])}, one for each key", tuple(padding.shape))
+    _check_device(op, "key_padding_mask", padding, q)
+    hidden = torch.zeros(padding.shape, device=q.device).masked_fill(padding, -torch.inf)[:, None, None]
+    k, v = (t.masked_fill(padding[:, None, :, None], 0) for t in (k, v))
+    return k, v, (scale, hidden if bias is None else (bias + hidden).to(bias.dtype), *others, None)
+
+
+def _check_blocks(
+    op: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, blocks: Tensor | BlockLists, sides: tuple[int, ...]
+) -> None:
+    batch, heads, rows, cols = check_qkv(op, [operand(name, x) for name, x in zip("qkv", (q, k, v), strict=True)])
+    if pattern.shape[-2:] != (rows, cols):
+        fail(op, "pattern", f"shape {(rows, cols)}, queries and keys of (B, H, S, D)", pattern.shape[-2:])
+    if not has_interval_rows(pattern_keys((pattern,))):
+        fail(
+            op,
+            "pattern",
+            "one whose rows are intervals with blocks, such as causal or sliding_window",
+            f"{pattern.text[:80]}; without blocks every pattern is taken",
+            NotImplementedError,
+        )
+    if not isinstance(blocks, (Tensor, BlockLists)):
+        fail(op, "blocks", "a bool tensor or fw.BlockLists", type(blocks).__name__, TypeError)
+    lines, width = -(-rows // sides[0]), -(-cols // sides[1])
+    if isinstance(blocks, Tensor):
+        check_tensor(op, "blocks", blocks)
+        if blocks.dtype != torch.bool:
+            fail(op, "blocks", "bool", dtype_name(blocks.dtype))
+        right = blocks.dim() == 4 and blocks.shape[2:] == (lines, width)
+        last, got = str(width), blocks
+    else:
+        right, last, got = blocks.counts.shape[2] == lines, "N", blocks.indices
+    if not right or got.shape[0] not in (1, batch) or got.shape[1] not in (1, heads, k.shape[1]):
+        fail(op, "blocks", f"({batch} or 1, {heads}, {k.shape[1]} or 1, {lines}, {last})", tuple(got.shape))
+    if got.device != q.device:
+        fail(op, "blocks", f"a tensor on {q.device}", f"one on {got.device}")
+
+
+def check_sinks(op: str, sinks: Tensor | None, q: Tensor, heads: int) -> None:
+    if sinks is None:
+        return
+    check_tensor(op, "sinks", sinks)
+    if sinks.dtype not in (q.dtype, torch.float32):
+        fail(op, "sinks", f"{dtype_name(q.dtype)} like q or float32", dtype_name(sinks.dtype))
+    if tuple(sinks.shape) != (heads,):
+        fail(op, "sinks", f"shape {(heads,)}, one for each query head", tuple(sinks.shape))
+    _check_device(op, "sinks", sinks, q)
+
+
+def _check_device(op: str, argument: str, x: Tensor, like: Tensor) -> None:
+    if x.device != like.device:
+        fail(op, argument, f"a tensor on {like.device} like q", str(x.device))
+
+
+def _side(op: str, block: Any) -> int:
+    if isinstance(block, bool) or not isinstance(block, int) or block not in SIDES:
+        fail(op, "block", "16, 32, 64 or 128", repr(block))
+    return block
+
+
+def _check_packed(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x, sizes in (("q", q, "(Tq, Hq, D)"), ("k", k, "(Tk, Hk, D)"), ("v", v, "(Tk, Hk, Dv)")):
+        if x.dim() != 3:
+            fail(op, name, f"3 dimensions {sizes}", tuple(x.shape))
+    check_qkv(op, [operand(name, x.transpose(0, 1)[None]) for name, x in zip("qkv", (q, k, v), strict=True)])
+
+
+def _starts(op: str, name: str, cu: Tensor, q: Tensor) -> Tensor:
+    if cu.dtype not in (torch.int32, torch.int64):
+        fail(op, name, "int32 or int64", dtype_name(cu.dtype))
+    if cu.dim() != 1 or cu.shape[0] == 0:
+        fail(op, name, "one dimension and at least one entry", tuple(cu.shape))
+    if cu.device != q.device:
+        fail(op, name, f"a tensor on {q.device}", f"one on {cu.device}")
+    return cu.to(torch.int32)
+
+
+def _bound(op: str, name: str, value: Any) -> int:
+    """−1 for none."""
+    if value is None:
+        return -1
+    number = whole_number(op, name, value)
+    if number < 0:
+        fail(op, name, "0 or more, or None", value)
+    return number

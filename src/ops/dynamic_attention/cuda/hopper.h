@@ -1,0 +1,12 @@
+// Attention's Hopper kernels on walks that the device wrote, for blocks of 128 queries and 128 keys.
+#pragma once
+
+#include "ops/dynamic_attention/problem.h"
+
+namespace fretwork::dynamic_attention_op::hopper {
+
+/// Both return false, having done nothing, where the kernels do not suit the problem. The device is current.
+bool forward(const Problem& problem, Context& context);
+bool backward(const BackwardProblem& problem, Context& context);
+
+}  // namespace fretwork::dynamic_attention_op::hopper

@@ -1,0 +1,260 @@
+// Writes walks: bits of blocks from masks and lists, their transpose, lists of tokens, documents as tiles. Integers
+// only, each word by one thread or with an operation that knows no order.
+#pragma once
+
+#include "device/types.cuh"
+#include "ops/dynamic_attention/cuda/params.h"
+
+namespace fretwork {
+
+using dynamic_attention_op::TableArg;
+
+/// A warp for each line of blocks.
+__global__ void __launch_bounds__(dynamic_attention_op::kThreads)
+    write_bits(const __grid_constant__ dynamic_attention_op::BitsParams p) {
+  const i64 index = (static_cast<i64>(blockIdx.x) * dynamic_attention_op::kThreads + threadIdx.x) / 32;
+  if (index >= p.lines) {
+    return;
+  }
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const i64 list = index / p.rows, row = index - list * p.rows, batch = list / p.heads, head = list - batch * p.heads;
+  const auto place = [&](const TableArg& of) { return batch * of.batch + head * of.head + row * of.row; };
+  u32* const line = p.words + index * p.words_row;
+  if (p.mask.data != nullptr) {
+    const u8* const from = static_cast<const u8*>(p.mask.data) + place(p.mask);
+    for (int c = lane; c < p.words_row * 32; c += 32) {
+      const u32 word = __ballot_sync(~0u, c < p.cols && from[c * p.mask.col] != 0);
+      if (lane == 0) {
+        line[c / 32] = word;
+      }
+    }
+    return;
+  }
+  for (int w = lane; w < p.words_row; w += 32) {
+    line[w] = 0;
+  }
+  __syncwarp();
+  const int count =
+      p.counts.data != nullptr ? min(static_cast<const int*>(p.counts.data)[place(p.counts)], p.entries) : p.entries;
+  const int* const from = static_cast<const int*>(p.indices.data) + place(p.indices);
+  for (int n = lane; n < count; n += 32) {
+    const int c = from[n * p.indices.col];
+    if (c >= 0 && c < p.cols) {
+      atomicOr(line + c / 32, 1u << (c % 32));
+    }
+  }
+}
+
+/// A warp for 32 × 32 bits.
+__global__ void __launch_bounds__(dynamic_attention_op::kThreads)
+    transpose_bits(const __grid_constant__ dynamic_attention_op::TransposeParams p) {
+  const i64 index = (static_cast<i64>(blockIdx.x) * dynamic_attention_op::kThreads + threadIdx.x) / 32;
+  if (index >= p.tiles) {
+    return;
+  }
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const i64 list = index / (p.row_tiles * p.col_tiles), within = index - list * p.row_tiles * p.col_tiles;
+  const int row_tile = static_cast<int>(within / p.col_tiles), col_tile = static_cast<int>(within % p.col_tiles);
+  const int row = 32 * row_tile + lane, col = 32 * col_tile + lane;
+  const u32 word = row < p.rows ? p.from[(list * p.rows + row) * p.from_row + col_tile] : 0;
+  u32 turned = 0;
+#pragma unroll
+  for (int n = 0; n < 32; ++n) {
+    const u32 column = __ballot_sync(~0u, (word >> n & 1) != 0);
+    turned = n == lane ? column : turned;
+  }
+  if (col < p.cols) {
+    p.to[(list * p.cols + col) * p.to_row + row_tile] = turned;
+  }
+}
+
+/// How many tokens each line has: a warp for each.
+__global__ void __launch_bounds__(dynamic_attention_op::kThreads)
+    count_tokens(const __grid_constant__ dynamic_attention_op::ListParams p) {
+  const i64 index = (static_cast<i64>(blockIdx.x) * dynamic_attention_op::kThreads + threadIdx.x) / 32;
+  if (index >= p.lists * p.lines) {
+    return;
+  }
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  int count = 0;
+  for (int w = lane; w < p.words_row; w += 32) {
+    count += __popc(p.words[index * p.words_row + w]);
+  }
+#pragma unroll
+  for (int apart = 16; apart > 0; apart /= 2) {
+    count += __shfl_xor_sync(~0u, count, apart);
+  }
+  if (lane == 0) {
+    const i64 list = index / p.lines;
+    p.first[list * (p.lines + 1) + index - list * p.lines + 1] = count;
+  }
+}
+
+/// Sums of the counts before each: a CTA for each list.
+__global__ void __launch_bounds__(dynamic_attention_op::kScanThreads)
+    scan_tokens(const __grid_constant__ dynamic_attention_op::ListParams p) {
+  constexpr int kThreads = dynamic_attention_op::kScanThreads;
+  __shared__ int sums[kThreads / 32];
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  int* const first = p.first + static_cast<i64>(blockIdx.x) * (p.lines + 1);
+  int before = static_cast<int>(blockIdx.x * p.room);
+  if (thread == 0) {
+    first[0] = before;
+  }
+  for (int from = 0; from < p.lines; from += kThreads) {
+    const int n = from + thread;
+    int sum = n < p.lines ? first[n + 1] : 0;
+#pragma unroll
+    for (int apart = 1; apart < 32; apart *= 2) {
+      const int other = __shfl_up_sync(~0u, sum, static_cast<u32>(apart));
+      sum += lane >= apart ? other : 0;
+    }
+    if (lane == 31) {
+      sums[warp] = sum;
+    }
+    __syncthreads();
+    int all = 0, earlier = 0;
+    for (int w = 0; w < kThreads / 32; ++w) {
+      earlier += w < warp ? sums[w] : 0;
+      all += sums[w];
+    }
+    if (n < p.lines) {
+      first[n + 1] = before + earlier + sum;
+    }
+    before += all;
+    __syncthreads();
+  }
+}
+
+/// The tokens of each line in ascending order: a warp for each.
+__global__ void __launch_bounds__(dynamic_attention_op::kThreads)
+    write_tokens(const __grid_constant__ dynamic_attention_op::ListParams p) {
+  const i64 index = (static_cast<i64>(blockIdx.x) * dynamic_attention_op::kThreads + threadIdx.x) / 32;
+  if (index >= p.lists * p.lines) {
+    return;
+  }
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const i64 list = index / p.lines;
+  int at = p.first[list * (p.lines + 1) + index - list * p.lines];
+  for (int from = 0; from < p.words_row; from += 32) {
+    u32 word = from + lane < p.words_row ? p.words[index * p.words_row + from + lane] : 0;
+    const int own = __popc(word);
+    int sum = own;
+#pragma unroll
+    for (int apart = 1; apart < 32; apart *= 2) {
+      const int other = __shfl_up_sync(~0u, sum, static_cast<u32>(apart));
+      sum += lane >= apart ? other : 0;
+    }
+    for (int to = at + sum - own; word != 0; word &= word - 1, ++to) {
+      p.tokens[to] = 32 * (from + lane) + __ffs(static_cast<int>(word)) - 1;
+    }
+    at += __shfl_sync(~0u, sum, 31);
+  }
+}
+
+/// Document n − 1; 0 and the last one are the rows before and behind all documents, which have no columns.
+struct Document {
+  int row, rows, col, cols;
+};
+__device__ __forceinline__ Document document_of(const dynamic_attention_op::DocumentParams& p, int n) {
+  const auto cu_row = [&](int d) { return min(max(p.cu_rows[d * p.cu_rows_stride], 0), p.rows); };
+  const auto cu_col = [&](int d) { return min(max(p.cu_cols[d * p.cu_cols_stride], 0), p.cols); };
+  const int begin = n == 0 ? 0 : cu_row(n - 1), end = n == p.documents + 1 ? p.rows : cu_row(n);
+  if (n == 0 || n == p.documents + 1) {
+    return {begin, max(end - begin, 0), 0, 0};
+  }
+  const int col = cu_col(n - 1);
+  return {begin, max(end - begin, 0), col, max(cu_col(n) - col, 0)};
+}
+/// The columns of a document's row i.
+__device__ __forceinline__ dynamic_attention_op::IntervalArg interval_of(const dynamic_attention_op::DocumentParams& p,
+                                                                         const Document& of, int i) {
+  const int at = i + of.cols - of.rows;
+  const int begin = p.left >= 0 ? max(at - min(p.left, 1 << 30), 0) : 0;
+  const int end = p.right >= 0 ? min(at + min(p.right, 1 << 30) + 1, of.cols) : of.cols;
+  return begin < end ? dynamic_attention_op::IntervalArg{of.col + begin, of.col + end}
+                     : dynamic_attention_op::IntervalArg{0, 0};
+}
+
+/// Where the row tiles of each document begin: one CTA.
+__global__ void __launch_bounds__(dynamic_attention_op::kScanThreads)
+    scan_documents(const __grid_constant__ dynamic_attention_op::DocumentParams p) {
+  constexpr int kThreads = dynamic_attention_op::kScanThreads;
+  __shared__ int sums[kThreads / 32];
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  int before = 0;
+  if (thread == 0) {
+    p.first[0] = 0;
+  }
+  for (int from = 0; from < p.documents + 2; from += kThreads) {
+    const int n = from + thread;
+    int sum = n < p.documents + 2 ? (document_of(p, n).rows + p.side - 1) / p.side : 0;
+#pragma unroll
+    for (int apart = 1; apart < 32; apart *= 2) {
+      const int other = __shfl_up_sync(~0u, sum, static_cast<u32>(apart));
+      sum += lane >= apart ? other : 0;
+    }
+    if (lane == 31) {
+      sums[warp] = sum;
+    }
+    __syncthreads();
+    int all = 0, earlier = 0;
+    for (int w = 0; w < kThreads / 32; ++w) {
+      earlier += w < warp ? sums[w] : 0;
+      all += sums[w];
+    }
+    if (n < p.documents + 2) {
+      p.first[n + 1] = before + earlier + sum;
+    }
+    before += all;
+    __syncthreads();
+  }
+}
+
+/// The last n < count whose first[n] ≤ x, of ascending numbers.
+template <typename First>
+__device__ __forceinline__ int last_at(int count, int x, const First& first) {
+  int low = 0, high = count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (first(middle) <= x ? low : high) = middle;
+  }
+  return low;
+}
+
+/// The tiles and their reach, and the interval of each row: a thread for each.
+__global__ void __launch_bounds__(dynamic_attention_op::kThreads)
+    write_documents(const __grid_constant__ dynamic_attention_op::DocumentParams p) {
+  const i64 index = static_cast<i64>(blockIdx.x) * dynamic_attention_op::kThreads + threadIdx.x;
+  const int all = p.documents + 2;
+  if (index < p.capacity) {
+    const int tile = static_cast<int>(index);
+    attention_op::TileArg made{0, 512u | 512u << 10 | 511u << 20, -1, 0};
+    dynamic_attention_op::Reach reach{0, 0, 0, 0};
+    if (tile < p.first[all]) {
+      const int n = last_at(all, tile, [&](int d) { return p.first[d]; });
+      const Document of = document_of(p, n);
+      const int row = (tile - p.first[n]) * p.side, count = min(p.side, of.rows - row);
+      made.base = of.row + row;
+      made.inside = 512u | 512u << 10 | static_cast<u32>(count + 511) << 20;
+      // Rows without columns come first: those before position −right.
+      const int empty = p.right < 0 ? 0 : min(max(-min(p.right, 1 << 30) - (of.cols - of.rows), 0), of.rows);
+      const auto low = interval_of(p, of, max(row, empty < row + count ? empty : row));
+      const auto last = interval_of(p, of, row + count - 1), first = interval_of(p, of, row);
+      reach = {low.begin, last.end, last.begin, first.end};
+    }
+    p.tiles[tile] = made;
+    p.reach[tile] = reach;
+  }
+  if (index < p.rows) {
+    const int row = static_cast<int>(index);
+    const int n = last_at(all, row, [&](int d) { return d == 0 ? 0 : document_of(p, d).row; });
+    const Document of = document_of(p, n);
+    p.intervals[row] =
+        row - of.row < of.rows ? interval_of(p, of, row - of.row) : dynamic_attention_op::IntervalArg{0, 0};
+  } else if (index < p.rows + 128) {
+    p.intervals[index] = {0, 0};
+  }
+}
+
+}  // namespace fretwork

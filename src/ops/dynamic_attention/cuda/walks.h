@@ -1,0 +1,64 @@
+// Walks on the device: what is written there before attention's kernels run. Nothing of it reaches the host.
+#pragma once
+
+#include <memory>
+
+#include "ops/attention/cuda/operands.h"
+#include "ops/dynamic_attention/cuda/params.h"
+#include "ops/dynamic_attention/problem.h"
+#include "runtime/cuda_driver.h"
+
+namespace fretwork::dynamic_attention_op {
+
+/// Row tiles of a pattern in plain order and the intervals of its rows; remembered.
+struct DeviceTiles {
+  fretwork::cuda::DeviceBuffer memory;
+  const attention_op::TileArg* tiles = nullptr;
+  const Reach* reach = nullptr;
+  const IntervalArg* intervals = nullptr;
+  int count = 0;
+  std::size_t bytes() const { return memory.bytes(); }
+};
+/// Tiles of `side` rows. `transposed`: rows are keys.
+std::shared_ptr<const DeviceTiles> device_tiles(const RegularPattern& pattern, int side, bool transposed,
+                                                const Context& context);
+
+/// The blocks of all lists, a bit for each; and the same with rows and columns exchanged.
+class BlockBits {
+ public:
+  BlockBits(const Keys& keys, bool transposed, Context& context);
+  const unsigned* words() const { return static_cast<const unsigned*>(words_.data()); }
+  const unsigned* transposed() const { return static_cast<const unsigned*>(transposed_.data()); }
+  /// Words of a line of each.
+  int words_row() const { return words_row_; }
+  int transposed_row() const { return transposed_row_; }
+
+ private:
+  int words_row_, transposed_row_;
+  Workspace words_, transposed_;
+};
+
+/// For each key block of a selection the queries that have it.
+class QueryLists {
+ public:
+  QueryLists(const Keys& keys, const BlockBits& bits, Context& context);
+  const int* first() const { return static_cast<const int*>(first_.data()); }
+  const int* tokens() const { return static_cast<const int*>(tokens_.data()); }
+
+ private:
+  Workspace first_, tokens_;
+};
+
+/// Documents as row tiles of `side` rows. `transposed`: rows are keys.
+class DocumentTiles {
+ public:
+  DocumentTiles(const Problem& problem, int side, bool transposed, Context& context);
+  /// Sets what a walk needs of them.
+  void set(WalkArg& walk) const;
+
+ private:
+  int count_;
+  Workspace first_, tiles_, reach_, intervals_;
+};
+
+}  // namespace fretwork::dynamic_attention_op

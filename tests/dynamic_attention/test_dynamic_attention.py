@@ -1,0 +1,416 @@
+"""Attention on what only the device knows, against dense float64 attention under a mask that the test makes itself."""
+
+import pytest
+import torch
+from conftest import TOLERANCE, assert_close, dtypes_of
+
+import fretwork as fw
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """New tensors hold NaN, so that what is not written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def dense(q, k, v, mask, scale=None, sinks=None, bias=None, softcap=0.0):
+    """In float64; `mask` broadcasts to (B, Hq, Sq, Sk). A row without keys gives zeros."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    s = softcap * torch.tanh(s / softcap) if softcap else s
+    s = (s if bias is None else s + bias).masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        s = torch.cat([s, sinks[:, None, None].expand(*s.shape[:-1], 1)], -1)
+    top = s.amax(-1, keepdim=True).clamp(min=-1e30).detach() if s.shape[-1] else s.new_zeros(*s.shape[:-1], 1)
+    weight = (s - top).exp()
+    total = weight.sum(-1, keepdim=True)
+    share = weight / total.where(total > 0, 1)
+    return share[..., : k.shape[2]] @ v, total[..., 0].log() + top[..., 0]
+
+
+def make(device, dtype, seq, batch=2, heads=(4, 2), dims=(40, 24)):
+    shapes = [
+        (batch, heads[0], seq[0], dims[0]),
+        (batch, heads[1], seq[1], dims[0]),
+        (batch, heads[1], seq[1], dims[1]),
+    ]
+    return [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
+
+
+def check(call, reference, inputs):
+    """Result, log-sum-exp and gradients, lse's gradient too; each run twice gives the same bits."""
+    wide = [t.detach().double().cpu().requires_grad_() for t in inputs]
+    (o, lse), (want, want_lse) = call(*inputs), reference(*wide)
+    dtype = inputs[0].dtype
+    assert_close(o, want, dtype, "o")
+    seen = want_lse.isfinite()
+    assert torch.equal(lse.isfinite().cpu(), seen) and (lse.cpu()[~seen] == -torch.inf).all()
+    assert (lse.double().cpu() - want_lse)[seen].abs().max() < 1e2 * TOLERANCE[dtype] if seen.any() else True
+    d_o, d_lse = torch.randn_like(o), torch.randn_like(lse).masked_fill(~seen.to(lse.device), 0)
+    found = torch.autograd.grad((o, lse), inputs, (d_o, d_lse))
+    expected = torch.autograd.grad(
+        (want, want_lse.masked_fill(~seen, 0)), wide, (d_o.double().cpu(), d_lse.double().cpu())
+    )
+    for n, (got, right, t) in enumerate(zip(found, expected, inputs, strict=True)):
+        scale = max(right.abs().max().item(), 1e-3) if right.numel() else 1.0
+        assert (got.double().cpu() - right).abs().max() <= 2 * TOLERANCE[dtype] * scale, f"gradient {n}"
+        assert got.dtype == t.dtype
+    again, lse_again = call(*inputs)
+    assert torch.equal(o, again) and torch.equal(lse, lse_again)
+    repeated = torch.autograd.grad((again, lse_again), inputs, (d_o, d_lse))
+    assert all(torch.equal(a, b) for a, b in zip(found, repeated, strict=True))
+
+
+def blocks_mask(blocks, seq, block, heads):
+    rows, cols = torch.arange(seq[0]) // block[0], torch.arange(seq[1]) // block[1]
+    return blocks.repeat_interleave(heads // blocks.shape[1], 1)[:, :, rows][..., cols]
+
+
+def lists_of(blocks, room=3):
+    """Counts and shuffled indices, and numbers of any kind behind the counts."""
+    width = blocks.shape[-1] + room
+    indices = torch.randint(-9, 99, (*blocks.shape[:3], width), dtype=torch.int32)
+    for at in torch.cartesian_prod(*map(torch.arange, blocks.shape[:3])).tolist():
+        there = blocks[tuple(at)].nonzero()[:, 0]
+        indices[tuple(at)][: len(there)] = there[torch.randperm(len(there))].int()
+    return blocks.sum(-1, dtype=torch.int32), indices
+
+
+@pytest.mark.parametrize("block", [(16, 16), (32, 64), (64, 32), (128, 128), (16, 128), (128, 16)], ids=str)
+@pytest.mark.parametrize("lists", [(1, 1), (2, 2), (1, 4)], ids=str)
+def test_blocks(device, block, lists):
+    seq = (171, 203)
+    causal = torch.arange(seq[1]) <= torch.arange(seq[0])[:, None] + seq[1] - seq[0]
+    blocks = torch.rand(*lists, -(-seq[0] // block[0]), -(-seq[1] // block[1])) < 0.5
+    blocks[:, :, -1] = False
+    mask = blocks_mask(blocks, seq, block, 4)
+    counts, indices = (t.to(device) for t in lists_of(blocks))
+    for dtype in dtypes_of(device):
+        inputs = make(device, dtype, seq)
+        for given in blocks.to(device), fw.BlockLists(counts, indices):
+            check(
+                lambda q, k, v, g=given: fw.attention(q, k, v, blocks=g, block=block, return_lse=True),
+                lambda *t: dense(*t, mask),
+                inputs,
+            )
+        check(
+            lambda q, k, v: fw.attention(
+                q, k, v, fw.patterns.causal(seq), blocks=blocks.to(device), block=block, return_lse=True
+            ),
+            lambda *t: dense(*t, mask & causal),
+            inputs,
+        )
+
+
+@pytest.mark.parametrize("dims", [(1, 1), (64, 64), (72, 96), (128, 128), (136, 200), (256, 256)], ids=str)
+@pytest.mark.parametrize("side", [16, 64, 128])
+def test_head_dims(device, dims, side):
+    seq = (150, 190)
+    blocks = torch.rand(1, 2, -(-seq[0] // side), -(-seq[1] // side)) < 0.6
+    for dtype in dtypes_of(device):
+        check(
+            lambda q, k, v: fw.attention(q, k, v, blocks=blocks.to(device), block=side, return_lse=True),
+            lambda *t: dense(*t, blocks_mask(blocks, seq, (side, side), 2)),
+            make(device, dtype, seq, 1, (2, 2), dims),
+        )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "causal((150, 130))",
+        "sliding_window((150, 130), 20, 5)",
+        "document((30, 1, 60, 59))",
+        "prefix_lm((150, 130), 40)",
+        "block_local((150, 130), 32, 1)",
+        "causal((150, 130), offset=7) & sliding_window((150, 130), 64, 64, offset=7)",
+    ],
+)
+def test_patterns(device, text):
+    pattern = fw.patterns.document([30, 1, 60, 59]) if text.startswith("document") else eval(text, vars(fw.patterns))
+    seq = tuple(pattern.shape)
+    blocks = torch.rand(2, 1, -(-seq[0] // 32), -(-seq[1] // 16)) < 0.6
+    mask = blocks_mask(blocks, seq, (32, 16), 4) & pattern.mask()
+    for dtype in dtypes_of(device)[-2:]:
+        check(
+            lambda q, k, v: fw.attention(q, k, v, pattern, blocks=blocks.to(device), block=(32, 16), return_lse=True),
+            lambda *t: dense(*t, mask),
+            make(device, dtype, seq),
+        )
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 150, 170), (4, 1, 1), (150, 170), (1, 1, 150, 1), (2, 1, 1, 170), (1,)], ids=str
+)
+def test_bias(device, shape):
+    seq, blocks = (150, 170), torch.rand(2, 4, 5, 3) < 0.6
+    mask = blocks_mask(blocks, seq, (32, 64), 4)
+    for dtype in dtypes_of(device)[-3:]:
+        inputs = [*make(device, dtype, seq), torch.randn(shape, device=device).to(dtype).requires_grad_()]
+        check(
+            lambda q, k, v, b: fw.attention(
+                q, k, v, bias=b, softcap=4.0, blocks=blocks.to(device), block=(32, 64), return_lse=True
+            ),
+            lambda q, k, v, b: dense(q, k, v, mask, bias=b, softcap=4.0),
+            inputs,
+        )
+
+
+def test_negative_scale(device):
+    blocks = torch.rand(1, 1, 3, 4) < 0.6
+    for dtype in dtypes_of(device):
+        check(
+            lambda q, k, v: fw.attention(q, k, v, scale=-0.3, blocks=blocks.to(device), block=64, return_lse=True),
+            lambda *t: dense(*t, blocks_mask(blocks, (170, 200), (64, 64), 4), scale=-0.3),
+            make(device, dtype, (170, 200)),
+        )
+
+
+def test_large_bias(device):
+    """A large log-sum-exp has no room for what gradients need of it. All scores are exact."""
+    blocks = torch.rand(1, 1, 3, 4) < 0.7
+    bias = torch.randint(2000, 4000, (170, 1), device=device).float()
+    inputs = [
+        torch.randint(-2, 3, t.shape, device=device).float().requires_grad_()
+        for t in make(device, torch.float32, (170, 200))
+    ]
+    wide = [t.detach().double().cpu().requires_grad_() for t in inputs]
+    want, _ = dense(*wide, blocks_mask(blocks, (170, 200), (64, 64), 4), bias=bias.double().cpu(), scale=0.125)
+    o = fw.attention(*inputs, bias=bias, scale=0.125, blocks=blocks.to(device), block=64)
+    assert_close(o, want, torch.float32)
+    d_o = torch.randn_like(o)
+    for got, right in zip(
+        torch.autograd.grad(o, inputs, d_o), torch.autograd.grad(want, wide, d_o.double().cpu()), strict=True
+    ):
+        assert_close(got, right, torch.float32)
+
+
+# Selections
+
+
+def selection(device, batch, heads, seq, block, entries):
+    """Some entries stand for none, in any way."""
+    columns = -(-seq[1] // block)
+    order = torch.rand(batch, heads, seq[0], max(columns, entries)).argsort(-1)[..., :entries]
+    none = (torch.rand(order.shape) < 0.2) | (order >= columns)
+    indices = order.where(
+        ~none, torch.randint(columns, 2**31 - 1, order.shape) * (2 * torch.randint(0, 2, order.shape) - 1)
+    )
+    mask = (torch.arange(seq[1]) // block == indices[..., None]).any(-2)
+    return indices.int().to(device), mask
+
+
+def check_selected(device, dtype, seq, heads, block, causal):
+    indices, mask = selection(device, 2, heads[1], seq, block, 3)
+    mask = mask.repeat_interleave(heads[0] // heads[1], 1)
+    if causal:
+        mask = mask & (torch.arange(seq[1]) <= torch.arange(seq[0])[:, None] + seq[1] - seq[0])
+    sinks = torch.randn(heads[0], device=device).to(dtype).requires_grad_()
+    check(
+        lambda q, k, v, s: fw.selected_attention(q, k, v, indices, block, causal, sinks=s, return_lse=True),
+        lambda q, k, v, s: dense(q, k, v, mask, sinks=s),
+        [*make(device, dtype, seq, 2, heads), sinks],
+    )
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (2, 2), (16, 1), (6, 2), (40, 1)], ids=str)
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_selected(device, heads, block):
+    for seq, causal in ((150, 210), True), ((97, 60), True), ((70, 130), False):
+        for dtype in dtypes_of(device)[-3:]:
+            check_selected(device, dtype, seq, heads, block, causal)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_selected_head_dims(device, dims):
+    indices, mask = selection(device, 1, 2, (90, 300), 64, 3)
+    mask = mask.repeat_interleave(2, 1) & (torch.arange(300) <= torch.arange(90)[:, None] + 210)
+    for dtype in dtypes_of(device):
+        check(
+            lambda q, k, v: fw.selected_attention(q, k, v, indices, return_lse=True),
+            lambda *t: dense(*t, mask),
+            make(device, dtype, (90, 300), 1, (4, 2), dims),
+        )
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_bad_values_stay_with_their_rows(device, dtype):
+    """A bad key or value reaches the queries that see it, in 16 bits as in 32."""
+    seq = (130, 200)
+    indices, mask = selection(device, 1, 2, seq, 16, 5)
+    mask = (mask & (torch.arange(200) <= torch.arange(130)[:, None] + 70)).repeat_interleave(2, 1)
+    q, k, v = make(device, dtype, seq, 1)
+    want = fw.selected_attention(q, k, v, indices, 16)
+    blocks = torch.rand(1, 2, 9, 13) < 0.5
+    block_rows = blocks_mask(blocks, seq, (16, 16), 4)
+    want_blocks = fw.attention(q, k, v, blocks=blocks.to(device), block=16)
+    at = (torch.arange(200, device=device) == 100)[:, None]
+    for bad in ((q, k.masked_fill(at, torch.nan), v), (q, k, v.masked_fill(at, torch.inf))):
+        for got, right, sees in (
+            (fw.selected_attention(*bad, indices, 16), want, mask[..., 100]),
+            (fw.attention(*bad, blocks=blocks.to(device), block=16), want_blocks, block_rows[..., 100]),
+        ):
+            assert torch.equal(got.cpu()[~sees], right.cpu()[~sees])
+            assert not got.cpu()[sees].isfinite().all()
+
+
+# Documents
+
+
+def packed(cu_q, cu_k, causal, window, rows, cols):
+    """The mask of packed documents, from the definition."""
+    mask = torch.zeros(rows, cols, dtype=torch.bool)
+    for a, b, c, d in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
+        apart = torch.arange(d - c) - (torch.arange(b - a)[:, None] + (d - c) - (b - a))
+        seen = torch.ones_like(apart, dtype=torch.bool)
+        seen &= apart <= 0 if causal else seen
+        seen &= apart >= -window[0] if window[0] is not None else seen
+        seen &= apart <= window[1] if window[1] is not None else seen
+        mask[a:b, c:d] = seen
+    return mask
+
+
+@pytest.mark.parametrize("window", [(None, None), (20, None), (None, 3), (0, 0), (300, 7)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_varlen(device, causal, window):
+    cu_q, cu_k = [3, 40, 40, 200, 201, 345], [0, 60, 77, 77, 307, 340]
+    mask = packed(cu_q, cu_k, causal, window, 350, 345)
+    given = [torch.tensor(x, device=device, dtype=torch.int32) for x in (cu_q, cu_k)]
+    for dtype in dtypes_of(device)[-3:]:
+        inputs = [t.detach()[0].transpose(0, 1).clone().requires_grad_() for t in make(device, dtype, (350, 345), 1)]
+
+        def reference(q, k, v):
+            o, lse = dense(*(t.transpose(0, 1)[None] for t in (q, k, v)), mask)
+            return o[0].transpose(0, 1), lse[0]
+
+        check(
+            lambda q, k, v: fw.varlen_attention(q, k, v, *given, causal=causal, window=window, return_lse=True),
+            reference,
+            inputs,
+        )
+
+
+@pytest.mark.parametrize("most", [1, 32, 60, 200])
+def test_bounds_change_nothing(device, most):
+    """Not even those that are too low."""
+    starts = torch.tensor([0, 40, 70, 200], dtype=torch.int32, device=device)
+    for dtype in dtypes_of(device)[-2:]:
+        q, k, v = (torch.randn(200, 2, 64, device=device).to(dtype).requires_grad_() for _ in range(3))
+        found = []
+        for bound in (None, most):
+            o = fw.varlen_attention(q, k, v, starts, max_q=bound, max_k=bound, causal=True)
+            found.append((o, *torch.autograd.grad(o.float().square().sum(), (q, k, v))))
+        for got, want in zip(*found, strict=True):
+            assert (got - want).abs().max() <= 2 * TOLERANCE[dtype] * want.abs().max()
+
+
+def test_many_documents(device):
+    """More documents than the threads that place them, most of them short, some empty."""
+    lengths = torch.randint(0, 4, (1500,))
+    cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    total = int(cu[-1])
+    of = torch.repeat_interleave(torch.arange(1500), lengths)
+    q, k, v = (torch.randn(total, 2, 16, device=device) for _ in range(3))
+    o = fw.varlen_attention(q, k, v, cu.to(device))
+    want, _ = dense(*(t.double().cpu().transpose(0, 1)[None] for t in (q, k, v)), of[:, None] == of)
+    assert_close(o, want[0].transpose(0, 1), torch.float32)
+
+
+def test_starts_out_of_range_are_harmless(device):
+    """Whatever the tensor holds, nothing outside of q, k and v is touched."""
+    q, k, v = (torch.randn(100, 2, 16, device=device) for _ in range(3))
+    for starts in [50, 20, 90], [-5, 30, 10**9], [2**31 - 1, -(2**31), 40]:
+        o = fw.varlen_attention(q, k, v, torch.tensor(starts, dtype=torch.int32, device=device))
+        assert o.shape == (100, 2, 16)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+# torch
+
+
+def test_opcheck(device):
+    q, k, v = make(device, torch.float32, (40, 50), 1)
+    op, end = torch.ops.fretwork.dynamic_attention.default, (None, None, None, 0.0, 0.0, None, "ieee", None)
+    blocks = torch.rand(1, 1, 3, 4, device=device) < 0.6
+    calls = [
+        (fw.patterns.full((40, 50)).key, blocks, *(None,) * 5, (16, 16, 0, -1, -1, -1, -1), *end),
+        (
+            "",
+            *(None,) * 3,
+            torch.zeros(1, 2, 40, 2, dtype=torch.int32, device=device),
+            None,
+            None,
+            (1, 16, 1, -1, -1, -1, -1),
+            *end,
+        ),
+        (
+            "",
+            *(None,) * 4,
+            *(torch.tensor([0, 20, 40], dtype=torch.int32, device=device),) * 2,
+            (1, 1, 1, -1, -1, -1, -1),
+            *end,
+        ),
+    ]
+    for call in calls:
+        torch.library.opcheck(op, (q, k, v, *call))
+
+
+def test_second_derivative_is_refused(device):
+    q, k, v = make(device, torch.float32, (40, 50), 1)
+    o = fw.selected_attention(q, k, v, torch.zeros(1, 2, 40, 1, dtype=torch.int32, device=device))
+    (gradient,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="differentiated once"):
+        torch.autograd.grad(gradient.sum(), q)
+
+
+def test_heads_with_different_patterns_are_refused(device):
+    q, k, v = make(device, torch.float32, (40, 40), 1)
+    blocks = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+    patterns = [fw.patterns.full(40), fw.patterns.causal(40)] * 2
+    with pytest.raises(NotImplementedError, match=r"^attention: pattern: expected one for all heads"):
+        fw.attention(q, k, v, patterns, blocks=blocks)
+    assert fw.attention(q, k, v, [fw.patterns.causal(40)] * 4, blocks=blocks).isfinite().all()
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_key_padding_with_blocks(device, with_bias):
+    """Padding may hold anything."""
+    blocks, padding = torch.rand(2, 1, 5, 6, device=device) < 0.7, torch.rand(2, 90, device=device) < 0.3
+    padding[0, :40] = True
+    mask = (blocks_mask(blocks, (70, 90), (16, 16), 4) & ~padding[:, None, None]).cpu()
+    bias = torch.randn(4, 70, 90, device=device) if with_bias else None
+    wide_bias = None if bias is None else bias.double().cpu()
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v = make(device, dtype, (70, 90))
+
+        def call(q, k, v):
+            k, v = (t.masked_fill(padding[:, None, :, None], torch.nan) for t in (k, v))
+            return fw.attention(q, k, v, bias=bias, blocks=blocks, block=16, key_padding_mask=padding, return_lse=True)
+
+        check(call, lambda *t: dense(*t, mask, bias=wide_bias), [q, k, v])
+
+
+@pytest.mark.parametrize("sink", [float("nan"), -torch.inf])
+def test_sinks_that_are_no_numbers(device, sink):
+    """NaN reaches its head; −inf is no sink, also for queries without keys, and its gradient is zero."""
+    q, k, v = (torch.randn(1, 2, 40, 16, device=device, requires_grad=True) for _ in range(3))
+    blocks = torch.tensor([[[[True, False, False], [False] * 3, [True] * 3]]], device=device)
+    sinks = torch.tensor([sink, 0.5], device=device, requires_grad=True)
+    o, lse = fw.attention(q, k, v, blocks=blocks, block=16, sinks=sinks, return_lse=True)
+    if sink != sink:
+        assert o[0, 0].isnan().all() and lse[0, 0].isnan().all()
+        assert o[0, 1].isfinite().all()
+        return
+    plain, plain_lse = fw.attention(q, k, v, blocks=blocks, block=16, return_lse=True)
+    torch.testing.assert_close(o[0, 0], plain[0, 0])
+    torch.testing.assert_close(lse[0, 0], plain_lse[0, 0])
+    (o.sum() + lse.masked_fill(lse == -torch.inf, 0).sum()).backward()
+    assert all(t.grad.isfinite().all() for t in (q, k, v, sinks))
+    assert sinks.grad[0] == 0

@@ -261,9 +261,15 @@ def _check_blocks(
     else:
         right, last, got = blocks.counts.shape[2] == lines, "N", blocks.indices
     if not right or got.shape[0] not in (1, batch) or got.shape[1] not in (1, heads, k.shape[1]):
-        fail(op, "blocks", f"({batch} or 1, {heads}, {k.shape[1]} or 1, {lines}, {last})", tuple(got.shape))
-    if got.device != q.device:
-        fail(op, "blocks", f"a tensor on {q.device}", f"one on {got.device}")
+        batches, lists = ({*sizes} for sizes in ((batch, 1), (heads, k.shape[1], 1)))
+        first, second = (" | ".join(map(str, sorted(sizes, reverse=True))) for sizes in (batches, lists))
+        fail(
+            op,
+            "blocks",
+            f"({first}, {second}, {lines}, {last}) of (batch, heads, query blocks, key blocks) for block={sides}",
+            tuple(got.shape),
+        )
+    _check_device(op, "blocks", got, q)
 
 
 def check_sinks(op: str, sinks: Tensor | None, q: Tensor, heads: int) -> None:
@@ -271,7 +277,7 @@ def check_sinks(op: str, sinks: Tensor | None, q: Tensor, heads: int) -> None:
         return
     check_tensor(op, "sinks", sinks)
     if sinks.dtype not in (q.dtype, torch.float32):
-        fail(op, "sinks", f"{dtype_name(q.dtype)} like q or float32", dtype_name(sinks.dtype))
+        fail(op, "sinks", f"q's {dtype_name(q.dtype)}, or float32", dtype_name(sinks.dtype))
     if tuple(sinks.shape) != (heads,):
         fail(op, "sinks", f"shape {(heads,)}, one for each query head", tuple(sinks.shape))
     _check_device(op, "sinks", sinks, q)

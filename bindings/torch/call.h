@@ -194,6 +194,19 @@ inline Tensor empty_like(std::span<const std::int64_t> sizes, const Tensor& like
   return empty(sizes, dtype_code(like), like);
 }
 
+/// A gradient of attention that goes where the core is told, or stays empty when it is not wanted.
+struct Gradient {
+  Gradient(const char* argument, const Tensor& of, bool wanted)
+      : tensor(wanted ? empty_like(sizes_of(of), of) : empty_like(std::array<std::int64_t, 1>{0}, of)),
+        place(wanted ? std::optional(out_view("attention_backward", argument, tensor)) : std::nullopt) {}
+  static std::vector<std::int64_t> sizes_of(const Tensor& of) {
+    const auto sizes = of.sizes();
+    return {sizes.begin(), sizes.end()};
+  }
+  Tensor tensor;
+  std::optional<fretwork::TensorView> place;
+};
+
 /// torch's own threads. Each takes the next `grain` items when it is free, so that uneven work evens out.
 class TorchExecutor final : public fretwork::Executor {
  public:

@@ -98,19 +98,6 @@ void dynamic_attention(StableIValue* stack, std::uint64_t, std::uint64_t) {
   stack[1] = torch::stable::detail::from(lse);
 }
 
-/// A gradient that goes where the core is told, or stays empty when it is not wanted.
-struct Gradient {
-  Gradient(const char* argument, const Tensor& of, bool wanted)
-      : tensor(wanted ? empty_like(sizes_of(of), of) : empty_like(std::array<std::int64_t, 1>{0}, of)),
-        place(wanted ? std::optional(out_view("attention_backward", argument, tensor)) : std::nullopt) {}
-  static std::vector<std::int64_t> sizes_of(const Tensor& of) {
-    const auto sizes = of.sizes();
-    return {sizes.begin(), sizes.end()};
-  }
-  Tensor tensor;
-  std::optional<fretwork::TensorView> place;
-};
-
 void dynamic_attention_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
   constexpr const char* kOp = "attention_backward";
   Arguments arguments(stack);

@@ -54,10 +54,6 @@ KernelSpec BiasKernel::spec() const {
           shape().shared_bytes};
 }
 
-KernelSpec stats_spec(DType dtype, bool score) {
-  return {"ops/attention/cuda/rows.cuh",
-          std::string("fretwork::attention_stats<") + device_type(dtype) + ", 1, " + (score ? "true>" : "false>")};
-}
 namespace {
 
 namespace driver = fretwork::cuda;

@@ -46,6 +46,5 @@ int simple_depth(std::int64_t depth);
 
 /// Whether the kernels' statistics are ScoreStats: in float they all do more than a scale.
 bool scored(const attention_op::Problem& problem);
-KernelSpec stats_spec(DType dtype, bool score);
 
 }  // namespace fretwork::dynamic_attention_op

@@ -301,20 +301,7 @@ class Stats {
   Stats(const attention_op::BackwardProblem& b, const RowSum* sums, Context& context)
       : memory_(context, static_cast<std::size_t>(b.forward.batch * b.forward.heads * b.forward.rows) *
                              (scored(b.forward) ? sizeof(ScoreStats) : sizeof(RowStats))) {
-    const attention_op::Problem& p = b.forward;
-    attention_op::StatsParams params{};
-    params.sums = sums;
-    params.o = attention_op::output_arg(p.o, p.dtype);
-    params.d_o = attention_op::output_arg(b.d_o, p.dtype);
-    params.lse = attention_op::output_arg(p.lse, DType::f32);
-    params.d_lse = attention_op::output_arg(b.d_lse, DType::f32);
-    params.stats = memory_.data();
-    params.rows = p.rows;
-    params.all_rows = p.batch * p.heads * p.rows;
-    params.heads = static_cast<int>(p.heads);
-    params.value_depth = static_cast<int>(p.value_depth);
-    get_kernel(stats_spec(p.dtype, scored(p)), context.device.index)
-        .launch(ceil_div(params.all_rows, 8), 256, 0, &params, context.stream);
+    attention_op::launch_statistics(b, scored(b.forward), memory_.data(), sums, context);
   }
   const void* data() const { return memory_.data(); }
 

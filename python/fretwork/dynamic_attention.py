@@ -186,8 +186,8 @@ def varlen_attention(
     if sinks is not None:
         row = torch.arange(q.shape[0], device=q.device)
         o, lse = with_sinks(o, lse, sinks, (row >= starts[0][:1]) & (row < starts[0][-1:]))
-    o = o[0].transpose(0, 1)
-    return (o, lse[0]) if return_lse else o
+    o = o.squeeze(0).transpose(0, 1)  # not o[0], whose gradient is a copy
+    return (o, lse.squeeze(0)) if return_lse else o
 
 
 def block_attention(

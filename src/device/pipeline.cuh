@@ -202,10 +202,11 @@ struct Roles {
   u32 consumers;                               ///< warpgroups that multiply
   u32 producer_registers, consumer_registers;  ///< of a thread
   bool cluster = false;                        ///< CTAs write or arrive in each other's shared memory
+  u32 ctas = 1;                                ///< of a multiprocessor
 
   /// Whether the CTA is launched with as many registers as its roles ask for. Asking for more hangs.
   constexpr bool fit() const {
-    const u32 warpgroups = consumers + 1, at_launch = 65536 / (128 * warpgroups) / 8 * 8;
+    const u32 warpgroups = consumers + 1, at_launch = 65536 / (128 * warpgroups * ctas) / 8 * 8;
     return producer_registers + consumers * consumer_registers <= warpgroups * at_launch;
   }
 };

@@ -241,9 +241,16 @@ __device__ __forceinline__ void begin_after_earlier_kernel() {
   let_next_kernel_start();
 }
 
+/// Which of the warpgroups that multiply a thread is in.
+template <int kTileRows>
+__device__ __forceinline__ int own_warpgroup() {
+  return kTileRows == 64 ? 0 : static_cast<int>(threadIdx.x) / 128 - 1;
+}
+
 /// The token of the row (lane % 16 of the warp's 16) that a lane answers for, or −1.
+template <int kTileRows = kRows>
 __device__ __forceinline__ int own_token(const Walk& walk, int tile, int warpgroup) {
-  return __ldg(walk.row_tokens + tile * kRows + warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16);
+  return __ldg(walk.row_tokens + tile * kTileRows + warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16);
 }
 
 /// Where registers have room for it, what a step needs first is asked for in the step before. The first step then finds
@@ -339,6 +346,17 @@ __device__ __forceinline__ void pack(u32 (&to)[kSize / 8][4], const float (&s)[k
 #pragma unroll
   for (int n = 0; n < kSize / 2; ++n) {
     to[n / 4][n % 4] = narrow_pair<T>(s[2 * n], s[2 * n + 1]);
+  }
+}
+
+/// What pack made, as numbers again.
+template <typename T, int kSize>
+__device__ __forceinline__ void unpack(float (&s)[kSize], const u32 (&from)[kSize / 8][4]) {
+#pragma unroll
+  for (int n = 0; n < kSize / 2; ++n) {
+    const u32 pair = from[n / 4][n % 4];
+    s[2 * n] = widen(T{static_cast<u16>(pair)});
+    s[2 * n + 1] = widen(T{static_cast<u16>(pair >> 16)});
   }
 }
 

@@ -10,12 +10,15 @@ namespace fretwork::attention_op::hopper {
 
 /// kGeneral: there are masks of bits, or queries that nothing uses. kSplit: items may be pieces of tiles. kScore:
 /// options.
-template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit, unsigned kScore = 0>
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit, unsigned kScore = 0, int kTileRows = kRows>
 struct BackwardKeys {
-  using S = ScoredBackwardShared<kDepth, kValues, true, kScore>;
+  static_assert(kTileRows == kRows || (!kSplit && kScore == 0));
+  using S = ScoredBackwardShared<kDepth, kValues, true, kScore, kTileRows>;
   using K = ScoreKind<kScore>;
-  static constexpr Roles kRoles{
-      .consumers = 2, .producer_registers = S::kFetchRegisters, .consumer_registers = S::kRegisters};
+  static constexpr Roles kRoles{.consumers = kTileRows / 64,
+                                .producer_registers = S::kFetchRegisters,
+                                .consumer_registers = S::kRegisters,
+                                .ctas = kRows / kTileRows};
   const BackwardParamsOf<kScore>& p;
   S& shared;
   u32 rows, cols;  ///< tiles
@@ -23,10 +26,10 @@ struct BackwardKeys {
   __device__ __forceinline__ void produce() const { fetch_all<true, false, kSplit>(p, shared, rows, cols); }
 
   __device__ __forceinline__ void consume() const {
-    const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1, lane = static_cast<int>(threadIdx.x) % 32;
+    const int warpgroup = own_warpgroup<kTileRows>(), lane = static_cast<int>(threadIdx.x) % 32;
     const int warp_row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
     const u32 empty = shared_address(shared.cols.empty);
-    Consumer<2> items;
+    Consumer<S::kItems> items;
     Consumer<S::kStages> at;
     for (;; items.next()) {
       shared.rows.wait(items);
@@ -168,12 +171,19 @@ struct BackwardKeys {
           if constexpr (kScore != 0) {
             scores.ask(p.more, shared.heads[at.stage], query, key, pairs);
           }
+          const auto ask_dp = [&] {
+            multiply_scores<T, kValues, kStream>(dp, v, S::kRowHalf, d_o, S::kColHalf);
+            wgmma::commit();
+          };
           wgmma::fence();
           multiply_scores<T, kDepth, kStream>(s, k, S::kRowHalf, q, S::kColHalf);
           wgmma::commit();
-          multiply_scores<T, kValues, kStream>(dp, v, S::kRowHalf, d_o, S::kColHalf);
-          wgmma::commit();
-          wgmma::wait<1>();
+          if constexpr (S::kPackedShares) {
+            wgmma::wait<0>();
+          } else {
+            ask_dp();
+            wgmma::wait<1>();
+          }
           release_lane(empty, pending);
           pending = static_cast<int>(at.stage);
           const auto stat = [&](int which, int j) {
@@ -200,6 +210,9 @@ struct BackwardKeys {
           }
           pack<T>(left, s);
           wgmma::fence();
+          if constexpr (S::kPackedShares) {
+            ask_dp();
+          }
           multiply_values<T, kValues, kStream>(dv, left, d_o, S::kColHalf);
           wgmma::commit();
           wgmma::wait<0>();
@@ -210,6 +223,9 @@ struct BackwardKeys {
 #pragma unroll
             for (int j = 0; j < kStream / 8; ++j) {
               delta[j] = stat(1, j);
+            }
+            if constexpr (S::kPackedShares) {
+              unpack<T>(s, left);
             }
             to_score_gradients(s, dp, kind != kWhole,
                                [&](int i) { return i % 2 == 0 ? delta[i / 4].x : delta[i / 4].y; });
@@ -223,28 +239,30 @@ struct BackwardKeys {
         release_lane(empty, pending);
       }
       const int4 note = read_note(shared.items[items.stage]);
-      const int own = own_token(p.walk, note.w, warpgroup);
+      const int own = own_token<kTileRows>(p.walk, note.w, warpgroup);
       named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
       const int part = kSplit ? read_part(shared.parts[items.stage]) : -1;
-      store_gradient<T, kDepth>(p, 0, p.depth, note, part, own, dk, p.scale, k);
-      store_gradient<T, kValues>(p, 1, p.value_depth, note, part, own, dv, kept_factor(p), v);
+      store_gradient<T, kDepth, kTileRows>(p, 0, p.depth, note, part, own, dk, p.scale, k);
+      store_gradient<T, kValues, kTileRows>(p, 1, p.value_depth, note, part, own, dv, kept_factor(p), v);
       fence_async_proxy();  // the next rows come by the copy engine
       shared.rows.release(static_cast<int>(items.stage));
     }
   }
 };
 
-template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit>
-__global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_constant__ BackwardParams p) {
-  using S = BackwardShared<kDepth, kValues>;
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit, int kTileRows = kRows>
+__global__ void __launch_bounds__(threads_of(kTileRows), kRows / kTileRows)
+    backward_keys(const __grid_constant__ BackwardParams p) {
+  using S = ScoredBackwardShared<kDepth, kValues, true, 0, kTileRows>;
   extern __shared__ u8 raw[];
-  __shared__ ScoredBackwardShared<kDepth, kValues, true, 0> shared;
-  const u32 rows = stages_in(raw), cols = rows + 4 * S::kRowTile;
+  __shared__ S shared;
+  const u32 rows = stages_in(raw), cols = rows + 2 * S::kItems * S::kRowTile;
   make_barriers<true>(p, shared, cols);
-  run_warp_specialized(BackwardKeys<T, kDepth, kValues, kGeneral, kSplit>{p, shared, rows, cols});
+  run_warp_specialized(BackwardKeys<T, kDepth, kValues, kGeneral, kSplit, 0, kTileRows>{p, shared, rows, cols});
 }
 template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit, unsigned kScore>
-__global__ void __launch_bounds__(kThreads, 1) scored_backward_keys(const __grid_constant__ ScoredBackwardParams p) {
+__global__ void __launch_bounds__(threads_of(kRows), 1)
+    scored_backward_keys(const __grid_constant__ ScoredBackwardParams p) {
   using S = ScoredBackwardShared<kDepth, kValues, true, kScore>;
   extern __shared__ u8 raw[];
   __shared__ S shared;
@@ -255,12 +273,15 @@ __global__ void __launch_bounds__(kThreads, 1) scored_backward_keys(const __grid
 }
 
 /// kGeneral: there are masks of bits, or keys that nothing uses. kSplit: items may be pieces of tiles. kScore: options.
-template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit, unsigned kScore = 0>
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit, unsigned kScore = 0, int kTileRows = kRows>
 struct BackwardQueries {
-  using S = ScoredBackwardShared<kDepth, kValues, false, kScore>;
+  static_assert(kTileRows == kRows || (!kSplit && kScore == 0));
+  using S = ScoredBackwardShared<kDepth, kValues, false, kScore, kTileRows>;
   using K = ScoreKind<kScore>;
-  static constexpr Roles kRoles{
-      .consumers = 2, .producer_registers = S::kFetchRegisters, .consumer_registers = S::kRegisters};
+  static constexpr Roles kRoles{.consumers = kTileRows / 64,
+                                .producer_registers = S::kFetchRegisters,
+                                .consumer_registers = S::kRegisters,
+                                .ctas = kRows / kTileRows};
   const BackwardParamsOf<kScore>& p;
   S& shared;
   u32 rows, cols;  ///< tiles
@@ -268,11 +289,11 @@ struct BackwardQueries {
   __device__ __forceinline__ void produce() const { fetch_all<false, kGeneral, kSplit>(p, shared, rows, cols); }
 
   __device__ __forceinline__ void consume() const {
-    const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1, lane = static_cast<int>(threadIdx.x) % 32;
+    const int warpgroup = own_warpgroup<kTileRows>(), lane = static_cast<int>(threadIdx.x) % 32;
     const int warp_row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
     // Not release(empty, ): with it, ptxas moves descriptors to uniform registers in every step.
     const u32 empty = shared_address(shared.cols.empty);
-    Consumer<2> items;
+    Consumer<S::kItems> items;
     Consumer<S::kStages> at;
     for (;; items.next()) {
       shared.rows.wait(items);
@@ -281,7 +302,7 @@ struct BackwardQueries {
         break;
       }
       const u32 q = rows + items.stage * 2 * S::kRowTile + warpgroup * 8192, d_o = q + S::kRowTile;
-      const int own = own_token(p.walk, note.w, warpgroup);
+      const int own = own_token<kTileRows>(p.walk, note.w, warpgroup);
       float2 stats[2];
       float rest[2];
 #pragma unroll
@@ -453,7 +474,7 @@ struct BackwardQueries {
       }
       named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
       const int part = kSplit ? read_part(shared.parts[items.stage]) : -1;
-      store_gradient<T, kDepth>(p, 0, p.depth, note, part, own, dq, p.scale, q);
+      store_gradient<T, kDepth, kTileRows>(p, 0, p.depth, note, part, own, dq, p.scale, q);
       fence_async_proxy();  // the next rows come by the copy engine
       shared.rows.release(static_cast<int>(items.stage));
     }
@@ -461,17 +482,19 @@ struct BackwardQueries {
   }
 };
 
-template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit>
-__global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_constant__ BackwardParams p) {
-  using S = BackwardShared<kDepth, kValues>;
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit, int kTileRows = kRows>
+__global__ void __launch_bounds__(threads_of(kTileRows), kRows / kTileRows)
+    backward_queries(const __grid_constant__ BackwardParams p) {
+  using S = ScoredBackwardShared<kDepth, kValues, false, 0, kTileRows>;
   extern __shared__ u8 raw[];
-  __shared__ ScoredBackwardShared<kDepth, kValues, false, 0> shared;
-  const u32 rows = stages_in(raw), cols = rows + 4 * S::kRowTile;
+  __shared__ S shared;
+  const u32 rows = stages_in(raw), cols = rows + 2 * S::kItems * S::kRowTile;
   make_barriers<false>(p, shared, cols);
-  run_warp_specialized(BackwardQueries<T, kDepth, kValues, kGeneral, kSplit>{p, shared, rows, cols});
+  run_warp_specialized(BackwardQueries<T, kDepth, kValues, kGeneral, kSplit, 0, kTileRows>{p, shared, rows, cols});
 }
 template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit, unsigned kScore>
-__global__ void __launch_bounds__(kThreads, 1) scored_backward_queries(const __grid_constant__ ScoredBackwardParams p) {
+__global__ void __launch_bounds__(threads_of(kRows), 1)
+    scored_backward_queries(const __grid_constant__ ScoredBackwardParams p) {
   using S = ScoredBackwardShared<kDepth, kValues, false, kScore>;
   extern __shared__ u8 raw[];
   __shared__ S shared;

@@ -11,25 +11,30 @@ namespace fretwork::attention_op::hopper {
 inline constexpr int kStream = 64;
 
 /// For kDepth columns of q and k and kValues of v and d_o. All tiles have room for the larger.
-template <int kDepth, int kValues>
+template <int kDepth, int kValues, int kRowsOf = kRows>
 struct BackwardShared {
-  static constexpr int kMost = kDepth > kValues ? kDepth : kValues;
-  static constexpr int kStages = kMost == 64 ? 6 : 3;
+  static constexpr int kTileRows = kRowsOf, kMost = kDepth > kValues ? kDepth : kValues;
+  static constexpr int kItems = backward_tiles(kMost, kTileRows).items,
+                       kStages = backward_tiles(kMost, kTileRows).stages;
   static constexpr int kHalves = kDepth / 64, kValueHalves = kValues / 64, kMostHalves = kMost / 64;
   static constexpr bool kAhead = kMost == 64;  ///< registers have room for two steps
-  static constexpr u32 kFetchRegisters = kMost == 64 ? 40 : 24, kRegisters = kMost == 64 ? 232 : 240;
-  static constexpr u32 kRowHalf = kRows * 128, kRowTile = kMostHalves * kRowHalf;  ///< bytes of one operand
+  /// Where rows are keys: dP is asked for when P is packed, as registers have no room for both and the scores.
+  static constexpr bool kPackedShares = kTileRows < kRows && kDepth + kValues > 192;
+  static constexpr u32 kFetchRegisters = kTileRows == kRows && kMost == 64 ? 40 : 24;
+  static constexpr u32 kRegisters = kTileRows < kRows || kMost == 64 ? 232 : 240;
+  static constexpr u32 kRowHalf = kTileRows * 128, kRowTile = kMostHalves * kRowHalf;  ///< bytes of one operand
   static constexpr u32 kColHalf = kStream * 128, kColTile = kMostHalves * kColHalf;
-  RingBarriers<2> rows;
+  RingBarriers<kItems> rows;
   RingBarriers<kStages> cols;
-  int4 items[2], steps[kStages];
+  int4 items[kItems], steps[kStages];
   alignas(16) float stats[kStages][2][kStream];  ///< of keys' and values' columns
-  int used[kStages], parts[2];
+  int used[kStages], parts[kItems];
   static constexpr bool kTokens = false, kScored = false, kRowBits = false;
 };
 /// Of kernels with options. Registers have no room for two steps.
-template <int kDepth, int kValues, bool kKeys, unsigned kOptions>
+template <int kDepth, int kValues, bool kKeys, unsigned kOptions, int kRowsOf = kRows>
 struct alignas(512) ScoredBackwardShared : BackwardShared<kDepth, kValues> {
+  static_assert(kRowsOf == kRows);
   using Base = BackwardShared<kDepth, kValues>;
   static constexpr bool kAhead = false, kScored = true, kTokens = !kKeys && ScoreKind<kOptions>::kTokens;
   static constexpr unsigned kScore = kOptions;
@@ -41,8 +46,8 @@ struct alignas(512) ScoredBackwardShared : BackwardShared<kDepth, kValues> {
   ScoreHead heads[Base::kStages];  ///< keys: of the columns
   int tiles[Base::kStages];        ///< keys: which they are
 };
-template <int kDepth, int kValues, bool kKeys>
-struct ScoredBackwardShared<kDepth, kValues, kKeys, 0> : BackwardShared<kDepth, kValues> {};
+template <int kDepth, int kValues, bool kKeys, int kRowsOf>
+struct ScoredBackwardShared<kDepth, kValues, kKeys, 0, kRowsOf> : BackwardShared<kDepth, kValues, kRowsOf> {};
 
 /// Calls step(batch, head, run, column tile) for all steps of an item that begins and ends anywhere in its tile's.
 template <bool kKeys, typename Step>
@@ -56,7 +61,7 @@ __device__ __forceinline__ void walk_piece(const BackwardParams& p, int i, const
     step(item.y, head, r, tile);
     const int4 run = record(walk.runs, 2 * r);
     if (++tile == run.x + run.y && left > 1) {
-      if (++r == word(walk.first, item.x + 1) && kKeys) {
+      if (++r == word(walk.last, item.x) && kKeys) {
         r = word(walk.first, item.x);
         ++head;
       }
@@ -80,7 +85,7 @@ __device__ __forceinline__ void walk_steps(const BackwardParams& p, Step step) {
     int head = kKeys ? item.z * p.group : item.z / p.group;
     do {
 #pragma unroll 1
-      for (int r = word(walk.first, item.x); r < word(walk.first, item.x + 1); ++r) {
+      for (int r = word(walk.first, item.x); r < word(walk.last, item.x); ++r) {
         const int4 run = record(walk.runs, 2 * r);
         int tile = run.x;
 #pragma unroll 1
@@ -94,9 +99,12 @@ __device__ __forceinline__ void walk_steps(const BackwardParams& p, Step step) {
 
 /// Brings near what those who multiply ask for at the ends of an item: the tokens of its rows, and for queries their
 /// statistics. A lane has four rows.
-template <bool kKeys>
+template <bool kKeys, int kTileRows>
 __device__ __forceinline__ void prefetch_rows(const BackwardParams& p, const int4& item) {
-  const int4 tokens = record(p.walk.row_tokens + item.x * kRows, threadIdx.x % 32);
+  if (threadIdx.x % 32 >= kTileRows / 4) {
+    return;
+  }
+  const int4 tokens = record(p.walk.row_tokens + item.x * kTileRows, threadIdx.x % 32);
   if constexpr (!kKeys) {
     const RowStats* const stats = p.stats + item.y * p.stats_batch + item.z * p.stats_head;
     const auto prefetch = [&](int token) {
@@ -122,11 +130,10 @@ __device__ __forceinline__ int steps_of(const BackwardParams& p, int i, const in
 }
 
 /// One warp fetches the rows of each item. kSeen: columns are keys that may be padding.
-template <bool kKeys, bool kSeen, bool kSplit, int kDepth, int kValues>
-__device__ __forceinline__ void fetch_rows(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared, u32 rows) {
-  using S = BackwardShared<kDepth, kValues>;
+template <bool kKeys, bool kSeen, bool kSplit, typename S>
+__device__ __forceinline__ void fetch_rows(const BackwardParams& p, S& shared, u32 rows) {
   const Walk& walk = p.walk;
-  Producer<2> at;
+  Producer<S::kItems> at;
 #pragma unroll 1
   for (int i = word(walk.share, blockIdx.x); i < word(walk.share, blockIdx.x + 1); ++i, at.next()) {
     const int4 item = record(walk.items, i);
@@ -143,7 +150,7 @@ __device__ __forceinline__ void fetch_rows(const BackwardParams& p, BackwardShar
       fetch<S::kValueHalves>(p.rows[1], to + S::kRowTile, S::kRowHalf, full, place, item.y, item.z);
     }
     __syncwarp();
-    prefetch_rows<kKeys>(p, item);
+    prefetch_rows<kKeys, S::kTileRows>(p, item);
   }
   if (threadIdx.x == 0) {
     const u32 full = shared.rows.acquire(at);
@@ -285,10 +292,10 @@ __device__ __forceinline__ void add_words(T* to, const u32 (&words)[4]) {
 
 /// Rounds a warp's rows times `factor` and stores their `depth` columns through its share of `buffer`, or adds them to
 /// what is there. A lane answers for row `own`.
-template <typename T, int kDepth>
+template <typename T, int kDepth, int kTileRows = kRows>
 __device__ __forceinline__ void store_lines(const Lines& out, int depth, int add, const int4& item, int own,
                                             float (&d)[kDepth / 2], float factor, u32 buffer) {
-  constexpr u32 kHalf = kRows * 128;
+  constexpr u32 kHalf = kTileRows * 128;
 #pragma unroll
   for (float& sum : d) {
     sum *= factor;
@@ -313,13 +320,13 @@ __device__ __forceinline__ void store_lines(const Lines& out, int depth, int add
 }
 
 /// The same, except that a part goes to its place as it is.
-template <typename T, int kDepth>
+template <typename T, int kDepth, int kTileRows = kRows>
 __device__ __forceinline__ void store_gradient(const BackwardParams& p, int which, int depth, const int4& item,
                                                int part, int own, float (&d)[kDepth / 2], float factor, u32 buffer) {
   if (part >= 0) {
     put_part<kDepth>(p.sums[which], part, tile_row(static_cast<int>(threadIdx.x) / 128 - 1), d, factor);
   } else {
-    store_lines<T, kDepth>(p.out[which], depth, p.add, item, own, d, factor, buffer);
+    store_lines<T, kDepth, kTileRows>(p.out[which], depth, p.add, item, own, d, factor, buffer);
   }
 }
 
@@ -339,8 +346,8 @@ template <bool kKeys, typename S>
 __device__ __forceinline__ void make_barriers(const BackwardParams& p, S& shared, u32 cols) {
   clear_unplaced(cols, 2 * S::kStages * S::kMostHalves, kStream, p.walk.col_places);
   init_barriers([&] {
-    shared.rows.make(1, 8);
-    shared.cols.make(kKeys ? 33 : 1, kKeys || S::kTokens ? 256 : 8);
+    shared.rows.make(1, S::kTileRows / 16);
+    shared.cols.make(kKeys ? 33 : 1, kKeys || S::kTokens ? 2 * S::kTileRows : S::kTileRows / 16);
   });
   begin_backward(p);
 }

@@ -60,7 +60,7 @@ __device__ __forceinline__ void fetch_head_dim_gt_128_rows(const BackwardParams&
       }
     }
     __syncwarp();
-    prefetch_rows<S::kKeys>(p, item);
+    prefetch_rows<S::kKeys, kRows>(p, item);
   }
   if (threadIdx.x == 0) {
     const u32 full = shared.rows.acquire({0, at.parity});
@@ -258,7 +258,8 @@ struct BackwardDeep {
 };
 
 template <typename T, int kDepth, int kValues, bool kKeys, bool kGeneral, bool kSplit>
-__global__ void __launch_bounds__(kThreads, 1) backward_head_dim_gt_128(const __grid_constant__ BackwardParams p) {
+__global__ void __launch_bounds__(threads_of(kRows), 1)
+    backward_head_dim_gt_128(const __grid_constant__ BackwardParams p) {
   using Kernel = BackwardDeep<T, kDepth, kValues, kKeys, kGeneral, kSplit>;
   using S = typename Kernel::S;
   extern __shared__ u8 raw[];
@@ -368,7 +369,7 @@ struct BackwardDeepValues {
 };
 
 template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(threads_of(kRows), 1)
     backward_head_dim_gt_128_values(const __grid_constant__ BackwardParams p) {
   using Kernel = BackwardDeepValues<T, kDepth, kValues, kGeneral, kSplit>;
   using S = typename Kernel::S;

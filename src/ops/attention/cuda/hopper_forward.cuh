@@ -10,15 +10,17 @@
 
 namespace fretwork::attention_op::hopper {
 
-template <int kDepth, int kValues>
+template <int kDepth, int kValues, int kTileRows = kRows>
 struct ForwardShared {
-  static constexpr ForwardTiles kTiles = forward_tiles(kDepth, kValues);
+  static constexpr ForwardTiles kTiles = forward_tiles(kDepth, kValues, kTileRows);
   static constexpr int kCols = kTiles.cols, kItems = kTiles.items, kStages = kTiles.stages;
   static constexpr u32 kBiasTile = 64 * kCols * 2;                          ///< bytes of a warpgroup's
   static constexpr int kHalves = kDepth / 64, kValueHalves = kValues / 64;  ///< of 64 columns
-  static constexpr u32 kRowHalf = kRows * 128, kRowTile = kRowHalf * (kHalves > kValueHalves ? kHalves : kValueHalves);
+  static constexpr u32 kRowHalf = kTileRows * 128,
+                       kRowTile = kRowHalf * (kHalves > kValueHalves ? kHalves : kValueHalves);
   static constexpr u32 kColHalf = kCols * 128, kKeyTile = kHalves * kColHalf, kValueTile = kValueHalves * kColHalf;
   static constexpr bool kAhead = kDepth == 64 && kValues == 64;  ///< registers have room for two steps
+  static constexpr bool kHeld = kTileRows < kRows && !kAhead;    ///< and for q
   RingBarriers<kItems> q;
   RingBarriers<kStages> k, v;
   int4 items[kItems], steps[kStages];
@@ -26,15 +28,16 @@ struct ForwardShared {
   static constexpr bool kTokens = false;
 };
 /// Of kernels with options. Registers have no room for two steps.
-template <int kDepth, int kValues, unsigned kScore>
+template <int kDepth, int kValues, unsigned kScore, int kTileRows = kRows>
 struct ScoredForwardShared : ForwardShared<kDepth, kValues> {
   using Base = ForwardShared<kDepth, kValues>;
+  static_assert(kTileRows == kRows);
   static constexpr bool kAhead = false, kTokens = ScoreKind<kScore>::kTokens;
   alignas(16) int tokens[Base::kStages][kTokens ? Base::kCols : 4];  ///< of the columns
   RingBarriers<1> bias[2];                                           ///< of each warpgroup's half of a tile
 };
-template <int kDepth, int kValues>
-struct ScoredForwardShared<kDepth, kValues, 0> : ForwardShared<kDepth, kValues> {};
+template <int kDepth, int kValues, int kTileRows>
+struct ScoredForwardShared<kDepth, kValues, 0, kTileRows> : ForwardShared<kDepth, kValues, kTileRows> {};
 
 /// Calls begin(item, its first run, tiles to skip there, part) for each item of this CTA, then step(item, run, column
 /// tile) for its steps.
@@ -45,7 +48,7 @@ __device__ __forceinline__ void walk_forward(const ForwardParams& p, Begin begin
 #pragma unroll 1
   for (int i = __ldg(walk.share + blockIdx.x); i < end; ++i) {
     const int4 item = record(walk.items, i);
-    int first = __ldg(walk.first + item.x), last = __ldg(walk.first + item.x + 1), skip = 0, left = item.w, part = -1;
+    int first = __ldg(walk.first + item.x), last = __ldg(walk.last + item.x), skip = 0, left = item.w, part = -1;
     if constexpr (kSplit) {
       const int4 piece = record(p.pieces, i);
       first = piece.x;
@@ -205,10 +208,10 @@ __device__ __forceinline__ int head_of(const ForwardParams& p, const int4& item,
   return p.head0 + (item.z << p.pack) + within;
 }
 /// The token that a lane answers for, as own_token.
-template <bool kSplit>
+template <bool kSplit, int kTileRows>
 __device__ __forceinline__ int token_of(const ForwardParams& p, const int4& item, int warpgroup) {
   if constexpr (!kSplit) {
-    return own_token(p.walk, item.w, warpgroup);
+    return own_token<kTileRows>(p.walk, item.w, warpgroup);
   }
   const int row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + static_cast<int>(threadIdx.x) % 16;
   const int rows = kRows >> p.pack;
@@ -393,12 +396,16 @@ __device__ __forceinline__ void store_part(const Params& p, int part, int row, c
 
 /// kGeneral: there are masks of bits, or keys that nothing uses. kSplit: items may be pieces of tiles, and heads may
 /// share tiles.
-template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit, unsigned kScore = 0>
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit, unsigned kScore = 0, int kTileRows = kRows>
 struct Forward {
-  using S = ScoredForwardShared<kDepth, kValues, kScore>;
+  static_assert(kTileRows == kRows || (!kSplit && kScore == 0));
+  using S = ScoredForwardShared<kDepth, kValues, kScore, kTileRows>;
   using K = ScoreKind<kScore>;
   static constexpr bool kLarge = K::kRest;  ///< scores may be as large as numbers are
-  static constexpr Roles kRoles{.consumers = 2, .producer_registers = 24, .consumer_registers = 240};
+  static constexpr Roles kRoles{.consumers = kTileRows / 64,
+                                .producer_registers = 24,
+                                .consumer_registers = kTileRows == kRows ? 240 : 232,
+                                .ctas = kRows / kTileRows};
   const ForwardParamsOf<kScore>& p;
   S& shared;
   u32 q, k, v, bias;  ///< tiles
@@ -427,7 +434,7 @@ struct Forward {
   }
 
   __device__ __forceinline__ void consume() const {
-    const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
+    const int warpgroup = own_warpgroup<kTileRows>();
     constexpr int kCols = S::kCols;
     const int row = head_row<kSplit>(p, warpgroup);
     Consumer<S::kItems> items;
@@ -440,7 +447,7 @@ struct Forward {
         break;
       }
       const u32 own = q + items.stage * S::kRowTile + warpgroup * 8192;
-      const int token = token_of<kSplit>(p, note, warpgroup);
+      const int token = token_of<kSplit, kTileRows>(p, note, warpgroup);
       if (p.merge != 0) {
         prefetch_row<T, kValues>(p, note.y, head_of<kSplit>(p, note, warpgroup), token);
       }
@@ -531,6 +538,10 @@ struct Forward {
           each_step(note.x, step);
         }
       } else {
+        u32 held[S::kHeld ? kDepth / 16 : 1][4];
+        if constexpr (S::kHeld) {
+          hold_rows<kDepth>(held, own, S::kRowHalf);
+        }
 #pragma unroll 1
         for (int n = 0; n < note.x; ++n, at.next()) {
           clear_values();
@@ -542,7 +553,11 @@ struct Forward {
             scores.ask(p.more, tokens);
           }
           wgmma::fence();
-          multiply_scores<T, kDepth, kCols>(s, own, S::kRowHalf, k + at.stage * S::kKeyTile, S::kColHalf);
+          if constexpr (S::kHeld) {
+            multiply_scores<T, kDepth, kCols>(s, held, k + at.stage * S::kKeyTile, S::kColHalf);
+          } else {
+            multiply_scores<T, kDepth, kCols>(s, own, S::kRowHalf, k + at.stage * S::kKeyTile, S::kColHalf);
+          }
           wgmma::commit();
           RowBits<kCols / 32> bits;
           int used_now = -1;
@@ -624,35 +639,36 @@ struct Forward {
   }
 };
 
-template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit, unsigned kScore, typename S>
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit, unsigned kScore, int kTileRows, typename S>
 __device__ __forceinline__ void run_forward(const ForwardParamsOf<kScore>& p, S& shared, const u8* raw) {
   const u32 q = stages_in(raw), k = q + S::kItems * S::kRowTile, v = k + S::kStages * S::kKeyTile;
   const u32 bias = v + S::kStages * S::kValueTile;
   clear_unplaced(k, S::kStages * (S::kHalves + S::kValueHalves), S::kCols, p.walk.col_places);
   init_barriers([&] {
-    shared.q.make(1, 8);
-    shared.k.make(1, S::kTokens ? 256 : 8);  // each lane reads tokens
-    shared.v.make(1, 8);
+    shared.q.make(1, kTileRows / 16);
+    shared.k.make(1, S::kTokens ? 256 : kTileRows / 16);  // each lane reads tokens
+    shared.v.make(1, kTileRows / 16);
     if constexpr (ScoreKind<kScore>::kTiles) {
       shared.bias[0].make(1, 4);
       shared.bias[1].make(1, 4);
     }
   });
   begin_after_earlier_kernel();
-  run_warp_specialized(Forward<T, kDepth, kValues, kGeneral, kSplit, kScore>{p, shared, q, k, v, bias});
+  run_warp_specialized(Forward<T, kDepth, kValues, kGeneral, kSplit, kScore, kTileRows>{p, shared, q, k, v, bias});
 }
 
-template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit>
-__global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ ForwardParams p) {
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit, int kTileRows = kRows>
+__global__ void __launch_bounds__(threads_of(kTileRows), kRows / kTileRows)
+    forward(const __grid_constant__ ForwardParams p) {
   extern __shared__ u8 raw[];
-  __shared__ ScoredForwardShared<kDepth, kValues, 0> shared;
-  run_forward<T, kDepth, kValues, kGeneral, kSplit, 0>(p, shared, raw);
+  __shared__ ScoredForwardShared<kDepth, kValues, 0, kTileRows> shared;
+  run_forward<T, kDepth, kValues, kGeneral, kSplit, 0, kTileRows>(p, shared, raw);
 }
 template <typename T, int kDepth, int kValues, bool kGeneral, bool kSplit, unsigned kScore>
-__global__ void __launch_bounds__(kThreads, 1) scored_forward(const __grid_constant__ ScoredForwardParams p) {
+__global__ void __launch_bounds__(threads_of(kRows), 1) scored_forward(const __grid_constant__ ScoredForwardParams p) {
   extern __shared__ u8 raw[];
   __shared__ ScoredForwardShared<kDepth, kValues, kScore> shared;
-  run_forward<T, kDepth, kValues, kGeneral, kSplit, kScore>(p, shared, raw);
+  run_forward<T, kDepth, kValues, kGeneral, kSplit, kScore, kRows>(p, shared, raw);
 }
 
 /// o = 0 and lse = −∞ or the sink, one warp for each row.

@@ -97,11 +97,15 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
       }
     }
     for (const Columns& columns : {Columns{64, 64}, {64, 128}, {128, 128}, {192, 128}, {192, 192}, {256, 256}}) {
-      for (const Extras& extras : {Extras{false, false}, {false, true}, {true, false}, {true, true}}) {
-        add(forward_instance(dtype, columns, extras), forward_shared(columns));
+      std::vector<Extras> all{{false, false}, {false, true}, {true, false}, {true, true}};
+      if (!columns.head_dim_gt_128()) {
+        all.insert(all.end(), {{false, false, 0, kHalfRows}, {true, false, 0, kHalfRows}});
+      }
+      for (const Extras& extras : all) {
+        add(forward_instance(dtype, columns, extras), forward_shared(columns, 0, extras.rows));
         for (const bool keys : {false, true}) {
           for (const Pass pass : backward_passes(columns, keys)) {
-            add(backward_instance(dtype, columns, pass, extras), backward_shared(columns));
+            add(backward_instance(dtype, columns, pass, extras), backward_shared(columns, false, extras.rows));
           }
         }
       }
@@ -111,8 +115,8 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"attention", list_kernels};
 
-constexpr unsigned kPlainKernels = 778;
-constinit KernelTable<kPlainKernels + 4 * kScoreCount * 32> kernels;
+constexpr unsigned kPlainKernels = 778, kHalfRowKernels = kPlainKernels + 4 * kScoreCount * 32;
+constinit KernelTable<kHalfRowKernels + 3 * 128> kernels;
 
 /// Whether a tile's tokens follow each other.
 bool is_line(const Order& of) { return of.extent[0] == 1 && of.extent[1] == 1 && of.stride[2] == 1; }
@@ -147,7 +151,10 @@ bool options_fit(const Problem& p) {
 
 std::string Columns::text() const { return ", " + std::to_string(depth) + ", " + std::to_string(values); }
 std::string Extras::text() const {
-  return flag(general) + flag(split) + (score != 0 ? ", " + std::to_string(score) : "");
+  return flag(general) + flag(split) +
+         (score != 0      ? ", " + std::to_string(score)
+          : rows != kRows ? ", " + std::to_string(rows)
+                          : "");
 }
 bool has_groups(const Problem& p, std::size_t count) {
   const Bias& b = p.bias;
@@ -224,6 +231,9 @@ std::size_t KernelConfig::number() const {
   const unsigned within = kind | depth << 3 | values << 5;
   constexpr unsigned kFill = 128 * static_cast<unsigned>(Pass::fill);
   const auto at = static_cast<unsigned>(pass);
+  if (extras.rows != kRows) {
+    return kHalfRowKernels + 128 * at + within;
+  }
   return (pass < Pass::fill ? 128 * at : kFill + 2 * (at - static_cast<unsigned>(Pass::fill))) + within;
 }
 KernelSpec KernelConfig::spec() const {
@@ -252,16 +262,17 @@ const Kernel& KernelConfig::kernel(int device) const {
   return kernels.get(number(), device, [this] { return spec(); });
 }
 int KernelConfig::shared_bytes() const {
-  return pass == Pass::forward ? forward_shared(columns, extras.score) : backward_shared(columns, extras.score != 0);
+  return pass == Pass::forward ? forward_shared(columns, extras.score, extras.rows)
+                               : backward_shared(columns, extras.score != 0, extras.rows);
 }
 void prepare_kernels(std::span<const KernelConfig> wanted, int device) { kernels.prepare(wanted, device); }
 
-int forward_shared(const Columns& columns, unsigned score) {
-  const auto [cols, items, stages] = forward_tiles(columns.depth, columns.values);
+int forward_shared(const Columns& columns, unsigned score, int rows) {
+  const auto [cols, items, stages] = forward_tiles(columns.depth, columns.values, rows);
   const int bias = (score & kBiasTiles) != 0 ? kRows * cols : 0;
-  return 1024 + 2 * (items * kRows * columns.most() + stages * cols * (columns.depth + columns.values) + bias);
+  return 1024 + 2 * (items * rows * columns.most() + stages * cols * (columns.depth + columns.values) + bias);
 }
-int backward_shared(const Columns& columns, bool scored) {
+int backward_shared(const Columns& columns, bool scored, int rows) {
   if (scored && columns.most() == 128) {
     return kAllShared - kScoredStatic;
   }
@@ -269,7 +280,8 @@ int backward_shared(const Columns& columns, bool scored) {
     const auto [first, second] = head_dim_gt_128_stages(columns.most(), false);
     return 1024 + 2 * columns.most() * (2 * kRows + (first + second) * kBackwardShape.cols);
   }
-  return 1024 + 2 * columns.most() * (4 * kRows + 2 * (columns.most() == 64 ? 6 : 3) * kBackwardShape.cols);
+  const auto [items, stages] = backward_tiles(columns.most(), rows);
+  return 1024 + 2 * columns.most() * 2 * (items * rows + stages * kBackwardShape.cols);
 }
 
 // ------------------------------------------------------------------------------------------------- operands
@@ -354,6 +366,7 @@ Walk walk_of(const Prepared& prepared, std::size_t at) {
   walk.row_tiles = uploaded<Place>(plan.memory, c.rows.tiles);
   walk.col_tiles = uploaded<Place>(plan.memory, c.cols.tiles);
   walk.first = uploaded<int>(plan.memory, c.first);
+  walk.last = walk.first + 1;
   walk.runs = uploaded<RunOf>(plan.memory, c.runs);
   walk.row_tokens = uploaded<int>(plan.memory, c.rows.tokens);
   walk.col_tokens = uploaded<int>(plan.memory, c.cols.tokens);

@@ -56,10 +56,11 @@ struct Columns {
 Columns columns_of(const Problem& p);
 
 /// What a kernel need not have where no component asks for it: masks of bits and columns that nothing uses; items that
-/// are pieces of tiles, and heads that share tiles; and options, as bits (cuda/params.h).
+/// are pieces of tiles, and heads that share tiles; options, as bits (cuda/params.h); or fewer rows in a tile.
 struct Extras {
   bool general = false, split = false;
   unsigned score = 0;
+  int rows = kRows;
 
   std::string text() const;
 };
@@ -92,8 +93,8 @@ struct KernelConfig {
 void prepare_kernels(std::span<const KernelConfig> wanted, int device);
 
 /// Bytes for what ForwardShared, BackwardShared and HeadDimGt128Shared describe.
-int forward_shared(const Columns& columns, unsigned score = 0);
-int backward_shared(const Columns& columns, bool scored = false);
+int forward_shared(const Columns& columns, unsigned score = 0, int rows = kRows);
+int backward_shared(const Columns& columns, bool scored = false, int rows = kRows);
 
 // ------------------------------------------------------------------------------------------ plans on a device
 
@@ -290,7 +291,7 @@ void launch_all(const std::vector<Launch<Params>>& launches, const Context& cont
       join_until(launch);
     }
     launch->config.kernel(context.device.index)
-        .launch_behind(launch->grid, kThreads, launch->config.shared_bytes(), &launch->params, context.stream);
+        .launch_behind(launch->grid, threads_of(kRows), launch->config.shared_bytes(), &launch->params, context.stream);
   }
   join_until(launches.end());
 }

@@ -319,18 +319,31 @@ inline constexpr int kMergeWarps = 4;
 
 namespace fretwork::attention_op::hopper {
 
-/// A CTA owns 128 rows at a time, 64 for each of the two warpgroups that multiply; a third one fetches.
-inline constexpr int kRows = 128, kThreads = 384;
+/// A CTA owns 128 rows at a time, 64 for each of the two warpgroups that multiply; a third one fetches. Or it owns 64
+/// rows and one warpgroup multiplies; then a multiprocessor has two CTAs. Such kernels are for up to 128 columns.
+inline constexpr int kRows = 128, kHalfRows = 64;
+constexpr int threads_of(int rows) { return 128 * (rows / 64 + 1); }
 
 /// Of forward kernels for so many columns of q and k, and of v, both multiples of 64: rows of k and v in a step, how
 /// many q lie in shared memory (an item's rows leave through its q) and how many steps. All must fit 227 KB.
 struct ForwardTiles {
   int cols, items, stages;
 };
-constexpr ForwardTiles forward_tiles(int depth, int values) {
+constexpr ForwardTiles forward_tiles(int depth, int values, int rows = kRows) {
   const int most = depth > values ? depth : values;
+  if (rows < kRows) {
+    return {64, 2, most == 64 ? 4 : 2};
+  }
   const int cols = values <= 128 && most <= 192 ? 128 : 64;
   return {cols, most > 192 || (cols == 128 && most > 128) ? 1 : 2, most == 64 ? 4 : 2};
+}
+
+/// The same of kernels for gradients, whose columns come in tiles of 64.
+struct BackwardTiles {
+  int items, stages;
+};
+constexpr BackwardTiles backward_tiles(int most, int rows = kRows) {
+  return most == 64 ? BackwardTiles{2, rows < kRows ? 4 : 6} : rows < kRows ? BackwardTiles{1, 2} : BackwardTiles{2, 3};
 }
 
 /// Of kernels for gradients of more than 128 columns, `most` of q, k and v: tiles of 64 rows that the two operands
@@ -390,7 +403,7 @@ struct Share {
 /// A plan's component and who does what. CTA c does items [share[c], share[c + 1]).
 struct Walk {
   const Place *row_tiles, *col_tiles;
-  const int* first;  ///< of the runs of each row tile
+  const int *first, *last;  ///< of the runs of each row tile
   const RunOf* runs;
   const int *row_tokens, *col_tokens;  ///< of each place of each tile, −1 where there is none
   const int* col_used;                 ///< as in Tile; of each batch element, where keys are padded

@@ -1,4 +1,4 @@
-// Attention's Hopper kernels on walks that the device wrote, for blocks of 128 queries and 128 keys.
+// Attention's Hopper kernels on walks that the device wrote: blocks of 64 and 128, and documents.
 #pragma once
 
 #include "ops/dynamic_attention/problem.h"

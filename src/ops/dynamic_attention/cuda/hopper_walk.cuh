@@ -1,11 +1,49 @@
-// Writes a walk for attention's Hopper kernels from bits that say which blocks a row block meets: the runs of each row
-// tile, and which CTA does which tiles.
+// Writes walks for attention's Hopper kernels: the runs of each row tile, from bits that say which blocks a row block
+// meets or from where documents begin, and which CTA does which tiles.
 #pragma once
 
+#include "device/scan.cuh"
 #include "device/types.cuh"
+#include "ops/dynamic_attention/cuda/documents.cuh"
 #include "ops/dynamic_attention/cuda/params_hopper.cuh"
 
 namespace fretwork::dynamic_attention_op::hopper {
+
+using attention_op::hopper::kBand;
+using attention_op::hopper::kWhole;
+
+/// A warp's number in the launch.
+__device__ __forceinline__ int warp_number() {
+  return static_cast<int>(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32);
+}
+/// One thread writes a run.
+__device__ __forceinline__ void write_run(RunOf* to, int first, int count, int kind, int low, int high, int limit) {
+  int4* const words = reinterpret_cast<int4*>(to);
+  words[0] = {first, count, 0, 0};
+  words[1] = {kind, low, high, limit};
+}
+/// Tokens [base, base + count) as a tile of `side`; a warp writes them.
+__device__ __forceinline__ void write_tile(Place& place, int* tokens, int side, int shift, int base, int count) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, lacks = side - count;
+  for (int n = lane; n < side; n += 32) {
+    tokens[n] = n < count ? base + n : -1;
+  }
+  if (lane == 0) {
+    place = {base - lacks + shift, {0, 0, lacks}};
+  }
+}
+__device__ __forceinline__ void write_row_tile(const RowTiles& p, int number, int base, int count) {
+  write_tile(p.places[number], p.tokens + static_cast<i64>(number) * p.side, p.side, p.shift, base, count);
+}
+__device__ __forceinline__ void write_counts(const RowTiles& p, int number, int first, int runs, int steps) {
+  if (threadIdx.x % 32 == 0) {
+    p.first[number] = first;
+    p.last[number] = first + runs;
+    p.steps[number] = steps;
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------- blocks
 
 /// Column tiles n0 … n0 + 31 as a row tile meets them, a bit for each.
 struct Chunk {
@@ -14,40 +52,10 @@ struct Chunk {
   /// Whole tiles that follow each other are one run, as far as the chunk goes.
   __device__ __forceinline__ u32 starts() const { return (all & ~whole) | (whole & ~(whole << 1)); }
 };
-__device__ __forceinline__ Chunk chunk_of(const WalkParams& p, const u32* words, const Band& band, int n0) {
-  const int n = n0 + static_cast<int>(threadIdx.x) % 32, block = n / p.per_block;
+__device__ __forceinline__ Chunk chunk_of(const BlockWalkParams& p, const u32* words, const Band& band, int n0) {
+  const int n = n0 + static_cast<int>(threadIdx.x) % 32, block = n / p.col_tiles_each;
   const bool in = n >= band.first && n < band.last && (words[block / 32] >> block % 32 & 1) != 0;
   return {__ballot_sync(~0u, in), __ballot_sync(~0u, in && n >= band.whole && n < band.whole_last)};
-}
-
-/// The row tile of a warp, or −1.
-__device__ __forceinline__ int warp_tile(const WalkParams& p) {
-  const int number = static_cast<int>(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32);
-  return number < p.numbers ? number : -1;
-}
-__device__ __forceinline__ const u32* words_of(const WalkParams& p, int number) {
-  const int list = number / p.tiles;
-  return p.words + (static_cast<i64>(list) * p.row_blocks + number - list * p.tiles) * p.words_row;
-}
-
-/// One warp for each row tile.
-__global__ void __launch_bounds__(128) count_runs(const __grid_constant__ WalkParams p) {
-  const int number = warp_tile(p);
-  if (number < 0) {
-    return;
-  }
-  const Band band = p.bands[number % p.tiles];
-  const u32* const words = words_of(p, number);
-  int runs = 0, steps = 0;
-  for (int n0 = band.first / 32 * 32; n0 < band.last; n0 += 32) {
-    const Chunk chunk = chunk_of(p, words, band, n0);
-    runs += __popc(chunk.starts());
-    steps += __popc(chunk.all);
-  }
-  if (threadIdx.x % 32 == 0) {
-    p.run_count[number] = runs;
-    p.steps[number] = steps;
-  }
 }
 
 /// The part of a column tile that is not whole.
@@ -55,191 +63,199 @@ __device__ __forceinline__ int part_of(const Band& band, int n) {
   return band.part + (n < band.whole ? n - band.first : n - band.whole_last + band.whole - band.first);
 }
 
-/// One warp for each row tile, when `first` is known.
-__global__ void __launch_bounds__(128) write_runs(const __grid_constant__ WalkParams p) {
-  const int number = warp_tile(p), lane = static_cast<int>(threadIdx.x) % 32;
-  if (number < 0) {
+/// One warp for each row tile. Runs lie where there is still room: where that is changes nothing.
+__global__ void __launch_bounds__(kThreads) write_block_walk(const __grid_constant__ BlockWalkParams p) {
+  const int number = warp_number(), lane = static_cast<int>(threadIdx.x) % 32;
+  if (number >= p.numbers) {
     return;
   }
-  const int tile = number % p.tiles, base = tile * kRows;
-  for (int row = lane; row < kRows; row += 32) {
-    p.row_tokens[static_cast<i64>(number) * kRows + row] = base + row < p.tokens ? base + row : -1;
-  }
-  if (lane == 0) {
-    const int cut = max(0, base + kRows - p.tokens);
-    p.row_tiles[number] = {base - cut + p.shift, {0, 0, cut}};
-  }
+  const int list = number / p.tiles, tile = number - list * p.tiles;
   const Band band = p.bands[tile];
-  const u32* const words = words_of(p, number);
-  int4* to = reinterpret_cast<int4*>(p.runs + p.first[number]);
+  const u32* const words = p.words + (static_cast<i64>(list) * p.row_blocks + tile / p.row_tiles_each) * p.words_row;
+  write_row_tile(p, number, tile * p.side, min(p.side, p.rows - tile * p.side));
+  int runs = 0, steps = 0;
+  for (int n0 = band.first / 32 * 32; n0 < band.last; n0 += 32) {
+    const Chunk chunk = chunk_of(p, words, band, n0);
+    runs += __popc(chunk.starts());
+    steps += __popc(chunk.all);
+  }
+  const int first = __shfl_sync(~0u, lane == 0 ? atomicAdd(p.taken, runs) : 0, 0);
+  write_counts(p, number, first, runs, steps);
+  RunOf* to = p.runs + first;
   for (int n0 = band.first / 32 * 32; n0 < band.last; n0 += 32) {
     const Chunk chunk = chunk_of(p, words, band, n0);
     const u32 starts = chunk.starts();
     if ((starts >> lane & 1) != 0) {
-      int4* const run = to + 2 * __popc(starts & ((1u << lane) - 1));
+      RunOf* const run = to + __popc(starts & ((1u << lane) - 1));
       if ((chunk.whole >> lane & 1) != 0) {
         const u32 rest = ~(chunk.whole >> lane);
-        run[0] = {n0 + lane, rest == 0 ? 32 : __ffs(static_cast<int>(rest)) - 1, 0, 0};
-        run[1] = {attention_op::hopper::kWhole, 0, 0, 0};
+        write_run(run, n0 + lane, rest == 0 ? 32 : __ffs(static_cast<int>(rest)) - 1, kWhole, 0, 0, 0);
       } else {
         const Part part = p.parts[part_of(band, n0 + lane)];
-        run[0] = {part.tile, 1, 0, 0};
-        run[1] = {part.kind, part.low, part.high, part.limit};
+        write_run(run, part.tile, 1, part.kind, part.low, part.high, part.limit);
       }
     }
-    to += 2 * __popc(starts);
+    to += __popc(starts);
   }
 }
 
-inline constexpr int kDealThreads = 1024;
+// ---------------------------------------------------------------------------------------------------- documents
+
+__device__ __forceinline__ void write_col_tile(const ColTiles& p, int tile, int base, int count) {
+  write_tile(p.places[tile], p.tokens + static_cast<i64>(tile) * p.side, p.side, p.shift, base, count);
+  if (threadIdx.x % 32 == 0) {
+    p.used[tile] = -1;  // all columns are
+  }
+}
+
+/// Where the row tiles and the column tiles of each document begin: a CTA for either.
+__global__ void __launch_bounds__(kScanThreads) scan_tiles(const __grid_constant__ DocumentWalkParams p) {
+  const bool rows = blockIdx.x == 0;
+  const int side = rows ? p.side : p.cols.side;
+  scan_counts<kScanThreads>(rows ? p.first_tile : p.cols.first, p.documents.documents + 2, 0, [&](int n) {
+    const Document of = document_of(p.documents, n);
+    return ((rows ? of.rows : of.cols) + side - 1) / side;
+  });
+}
+
+/// The runs of rows [row, row + count) of a document; a warp writes them.
+struct DocumentRuns {
+  const DocumentWalkParams& p;
+  const Document& of;
+  RunOf* to;
+  int row, count;
+  int first_col;  ///< the document's first column tile
+  int own;        ///< the first one of the row tile's own
+  int runs = 0, steps = 0;
+
+  /// Tile n of the document, of which the row tile sees columns [begin, end), each row a part.
+  __device__ __forceinline__ void add_part(int n, int begin, int end, int own_tile) {
+    const ColTiles& cols = p.cols;
+    const int from = max(begin, n * cols.side), until = min(end, (n + 1) * cols.side);
+    const bool cut = from > n * cols.side || until < min((n + 1) * cols.side, of.cols);
+    const int position = row + of.cols - of.rows;  // of the first row
+    constexpr int kFar = 1 << 29;
+    if (cut) {
+      write_col_tile(cols, own_tile, of.col + from, until - from);
+    }
+    const int low = p.documents.left < 0 ? -kFar : position - p.documents.left - from;
+    const int high = p.documents.right < 0 ? kFar : position + p.documents.right - from;
+    add_run(cut ? own_tile : first_col + n, 1, kBand, low, high, until - from);
+  }
+  __device__ __forceinline__ void add_run(int tile, int tiles, int kind, int low, int high, int limit) {
+    if (threadIdx.x % 32 == 0) {
+      write_run(to + runs, tile, tiles, kind, low, high, limit);
+    }
+    ++runs;
+    steps += tiles;
+  }
+
+  __device__ __forceinline__ void write() {
+    const int side = p.cols.side, left = p.documents.left, right = p.documents.right;
+    const int position = row + of.cols - of.rows, last_position = position + count - 1;
+    const int begin = left < 0 ? 0 : max(0, position - left);
+    const int end = right < 0 ? of.cols : min(of.cols, last_position + right + 1);
+    if (begin >= end) {
+      return;
+    }
+    const int first = begin / side, last = (end + side - 1) / side;
+    int whole = left < 0 ? 0 : (max(0, last_position - left) + side - 1) / side;
+    int whole_last = right < 0 ? of.cols / side : max(0, min(of.cols, position + right + 1)) / side;
+    if (whole >= whole_last) {
+      whole = whole_last = last;
+    }
+    for (int n = first; n < whole; ++n) {
+      add_part(n, begin, end, own + (n == first ? 0 : 1));
+    }
+    if (whole < whole_last) {
+      add_run(first_col + whole, whole_last - whole, kWhole, 0, 0, 0);
+    }
+    for (int n = whole_last; n < last; ++n) {
+      add_part(n, begin, end, own + (n == first ? 0 : 1));
+    }
+  }
+};
+
+/// A warp for each row tile, then one for each column tile.
+__global__ void __launch_bounds__(kThreads) write_document_walk(const __grid_constant__ DocumentWalkParams p) {
+  const int warp = warp_number(), all = p.documents.documents + 2;
+  if (warp < p.capacity) {
+    if (warp >= p.first_tile[all]) {
+      return;
+    }
+    const int n = last_at(all, warp, [&](int d) { return p.first_tile[d]; });
+    const Document of = document_of(p.documents, n);
+    const int row = (warp - p.first_tile[n]) * p.side, count = min(p.side, of.rows - row);
+    write_row_tile(p, warp, of.row + row, count);
+    DocumentRuns runs{p,
+                      of,
+                      p.runs + static_cast<i64>(warp) * kDocumentRuns,
+                      row,
+                      count,
+                      p.cols.first[n],
+                      p.cols.capacity + 2 * warp};
+    if (p.cols.first[n + 1] <= p.cols.capacity) {  // starts that do not ascend need more
+      runs.write();
+    }
+    write_counts(p, warp, warp * kDocumentRuns, runs.runs, runs.steps);
+    return;
+  }
+  const int tile = warp - p.capacity;
+  if (tile >= min(p.cols.capacity, p.cols.first[all])) {
+    return;
+  }
+  const int n = last_at(all, tile, [&](int d) { return p.cols.first[d]; });
+  const Document of = document_of(p.documents, n);
+  const int col = (tile - p.cols.first[n]) * p.cols.side;
+  write_col_tile(p.cols, tile, of.col + col, min(p.cols.side, of.cols - col));
+}
+
+// -------------------------------------------------------------------------------------------------------- order
 
 /// A row tile among those of all pairs (batch, head).
 struct PairTile {
   int number, batch, head;
 };
-__device__ __forceinline__ PairTile pair_tile(const DealParams& p, int index) {
-  const int pair = index / p.tiles, batch = pair / p.heads, head = pair - batch * p.heads;
+__device__ __forceinline__ PairTile pair_tile(const OrderParams& p, int tiles, int index) {
+  const int pair = index / tiles, batch = pair / p.heads, head = pair - batch * p.heads;
   const int list = (p.list_batch == 1 ? 0 : batch * p.list_heads) + head / (p.heads / p.list_heads);
-  return {list * p.tiles + index - pair * p.tiles, batch, head};
+  return {list * tiles + index - pair * tiles, batch, head};
 }
 
-/// ranks[n] = how many of `size` loads are smaller, or equal with a smaller index; several threads for each.
-__device__ __forceinline__ void rank(const int* loads, int* ranks, int size) {
-  const int thread = static_cast<int>(threadIdx.x), parts = kDealThreads / size, length = (size + parts - 1) / parts;
-  if (thread < size) {
-    ranks[thread] = 0;
-  }
-  __syncthreads();
-  const int part = thread / size, n = thread - part * size;
-  if (part < parts) {
-    const int own = loads[n], begin = part * length, end = min(size, begin + length);
-    int before = 0;
-#pragma unroll 8
-    for (int m = begin; m < end; ++m) {
-      const int other = loads[m];
-      before += other < own || (other == own && m < n) ? 1 : 0;
-    }
-    if (before > 0) {
-      atomicAdd(ranks + n, before);
-    }
-  }
-  __syncthreads();
+/// Items of a CTA begin here, where `all` are dealt out to `ctas` of them.
+__device__ __forceinline__ int share_of(int all, int ctas, int cta) {
+  const int rounds = all / ctas, rest = all - rounds * ctas;
+  return cta * rounds + (rounds % 2 == 0 ? min(cta, rest) : max(0, cta - (ctas - rest)));
 }
 
-/// The sum over the threads of a block of kDealThreads up to each, and over all.
-struct Sums {
-  int here, all;
-};
-__device__ __forceinline__ Sums sum_up(int own) {
-  __shared__ int sums[kDealThreads / 32];
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  int sum = own;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(~0u, sum, step);
-    sum += lane >= step ? other : 0;
-  }
-  if (lane == 31) {
-    sums[warp] = sum;
-  }
-  __syncthreads();
-  const int part = lane < kDealThreads / 32 ? sums[lane] : 0;
-  int before = lane < warp ? part : 0, all = part;
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    before += __shfl_xor_sync(~0u, before, step);
-    all += __shfl_xor_sync(~0u, all, step);
-  }
-  __syncthreads();  // before sums are written again
-  return {before + sum, all};
-}
-
-/// first[n] = the sum of counts before n.
-__device__ __forceinline__ void scan(const int* counts, int* first, int size) {
-  int before = 0;
-  for (int base = 0; base < size; base += kDealThreads) {
-    const int n = base + static_cast<int>(threadIdx.x), own = n < size ? counts[n] : 0;
-    const auto [here, all] = sum_up(own);
-    if (n < size) {
-      first[n] = before + here - own;
-    }
-    before += all;
-  }
-  if (threadIdx.x == 0) {
-    first[size] = before;
-  }
-}
-
-/// Numbers 0 … size − 1 in the order of their steps, most first. Which of equal ones comes first is left open: a tile's
-/// result is the same whoever makes it.
-__device__ __forceinline__ void sort_down(const int* steps, int* sorted, int size) {
-  __shared__ int bins[kDealThreads];
+/// One CTA for each group. Which of equally long tiles comes first is left open: a tile's result is the same whoever
+/// makes it.
+__global__ void __launch_bounds__(kOrderThreads) order_items(const __grid_constant__ OrderParams p) {
+  __shared__ int bins[kOrderThreads];
   const int thread = static_cast<int>(threadIdx.x);
-  const auto bin = [&](int n) { return kDealThreads - 1 - min(steps[n], kDealThreads - 1); };
+  const int tiles = p.tile_count != nullptr ? min(*p.tile_count, p.tiles) : p.tiles, pairs = p.batch * p.heads;
+  const int pair0 = static_cast<int>(blockIdx.x) * p.together, first = pair0 * tiles;
+  const int size = min(p.together, pairs - pair0) * tiles, all = pairs * tiles;
+  const auto bin = [&](int steps) { return kOrderThreads - 1 - min(steps >> p.coarse, kOrderThreads - 1); };
   bins[thread] = 0;
   __syncthreads();
-  for (int n = thread; n < size; n += kDealThreads) {
-    atomicAdd(bins + bin(n), 1);
+  for (int n = thread; n < size; n += kOrderThreads) {
+    atomicAdd(bins + bin(p.steps[pair_tile(p, tiles, first + n).number]), 1);
   }
   __syncthreads();
-  const int own = bins[thread], here = sum_up(own).here;
-  bins[thread] = here - own;
+  const int own = bins[thread], here = scan_cta<kOrderThreads>(own).here;
+  bins[thread] = first + here - own;
   __syncthreads();
-  for (int n = thread; n < size; n += kDealThreads) {
-    sorted[atomicAdd(bins + bin(n), 1)] = n;
+  for (int n = thread; n < size; n += kOrderThreads) {
+    const PairTile tile = pair_tile(p, tiles, first + n);
+    const int steps = p.steps[tile.number], rank = atomicAdd(bins + bin(steps), 1);
+    const int round = rank / p.ctas, turn = rank - round * p.ctas, cta = round % 2 == 0 ? turn : p.ctas - 1 - turn;
+    reinterpret_cast<int4*>(p.items)[share_of(all, p.ctas, cta) + round] = {tile.number, tile.batch, tile.head,
+                                                                            steps * p.repeat};
   }
-  __syncthreads();
-}
-
-/// One block for all.
-__global__ void __launch_bounds__(kDealThreads) deal(const __grid_constant__ DealParams p) {
-  constexpr int kOverhead = 2;  // of a tile, in steps, as attention's schedule has it
-  __shared__ int loads[kMostCtas], counts[kMostCtas], ranks[kMostCtas], shares[kMostCtas];
-  __shared__ int steps[kMostSorted], sorted[kMostSorted];
-  const int thread = static_cast<int>(threadIdx.x);
-  scan(p.run_count, p.first, p.numbers);
-  if (thread < p.ctas) {
-    loads[thread] = counts[thread] = 0;
-  }
-  const int all = p.batch * p.heads * p.tiles, most = p.together * p.tiles;
-  for (int base = 0; base < all; base += most) {
-    const int size = min(most, all - base);
-    const bool sorts = size <= kMostSorted;
-    if (sorts) {
-      for (int n = thread; n < size; n += kDealThreads) {
-        steps[n] = p.steps[pair_tile(p, base + n).number] * p.repeat;
-      }
-      __syncthreads();
-      sort_down(steps, sorted, size);
-    }
-    for (int begin = 0; begin < size; begin += p.ctas) {
-      __syncthreads();
-      rank(loads, ranks, p.ctas);
-      const int at = thread < p.ctas ? begin + ranks[thread] : size;
-      if (at < size) {
-        const int index = sorts ? sorted[at] : at;
-        const PairTile tile = pair_tile(p, base + index);
-        const int work = sorts ? steps[index] : p.steps[tile.number] * p.repeat;
-        p.slots[thread * p.rounds + counts[thread]] = {tile.number, tile.batch, tile.head, work};
-        ++counts[thread];
-        loads[thread] += work + kOverhead;
-      }
-    }
-    __syncthreads();
-  }
-  const int before = sum_up(thread < p.ctas ? counts[thread] : 0).here;
-  if (thread < p.ctas) {
-    shares[thread] = before - counts[thread];
-    p.share[thread + 1] = before;
-  }
-  if (thread == 0) {
-    p.share[0] = 0;
-  }
-  __syncthreads();
-  for (int n = thread; n < p.ctas * p.rounds; n += kDealThreads) {
-    const int cta = n / p.rounds, at = n - cta * p.rounds;
-    if (at < counts[cta]) {
-      reinterpret_cast<int4*>(p.items)[shares[cta] + at] = reinterpret_cast<const int4*>(p.slots)[n];
+  if (blockIdx.x == 0) {
+    for (int cta = thread; cta <= p.ctas; cta += kOrderThreads) {
+      p.share[cta] = share_of(all, p.ctas, cta);
     }
   }
 }

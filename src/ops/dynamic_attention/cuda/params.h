@@ -65,6 +65,7 @@ struct BitsParams {
   unsigned* words;                 ///< of each (batch, head, row): words_row of them
   int heads, rows, cols, entries, words_row;
   long long lines;
+  int* zeros;  ///< two numbers that become 0
 };
 
 /// The bits the other way round: a warp for each 32 × 32.
@@ -84,13 +85,18 @@ struct ListParams {
   long long lists, room;  ///< room: tokens of a list
 };
 
-/// Documents as row tiles: where those of each begin, then tiles and intervals.
-struct DocumentParams {
+/// Documents side by side: where each begins among all rows and columns, and at last where the last one ends.
+struct Documents {
   const int *cu_rows, *cu_cols;
   long long cu_rows_stride, cu_cols_stride;
-  int documents, rows, cols, side, capacity;
+  int documents, rows, cols;
   int left, right;  ///< −1: no bound
-  int* first;       ///< of each document and of the rows before and behind them: documents + 3
+};
+
+/// Documents as row tiles: where those of each begin, then tiles and intervals.
+struct DocumentParams : Documents {
+  int side, capacity;
+  int* first;  ///< of each document and of the rows before and behind them: documents + 3
   attention_op::TileArg* tiles;
   Reach* reach;
   IntervalArg* intervals;

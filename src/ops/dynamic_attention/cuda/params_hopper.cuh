@@ -1,12 +1,11 @@
 // The parameters of the kernels that write a walk for attention's Hopper kernels. Shared by host and device.
 #pragma once
 
-#include "ops/attention/cuda/params.h"
+#include "ops/dynamic_attention/cuda/params.h"
 
 namespace fretwork::dynamic_attention_op::hopper {
 
 using attention_op::hopper::Item;
-using attention_op::hopper::kRows;
 using attention_op::hopper::Place;
 using attention_op::hopper::RunOf;
 
@@ -21,41 +20,63 @@ struct Part {
   int tile, kind, low, high, limit;
 };
 
-/// Row tiles are those of all lists: number list · tiles + t. Blocks are as long as row tiles.
-struct WalkParams {
-  const unsigned* words;  ///< of list l, row block r: words_row words from (l · row_blocks + r) · words_row on
-  int words_row, row_blocks;
-  int tiles;      ///< row tiles of a list
-  int numbers;    ///< row tiles of all lists
-  int per_block;  ///< column tiles of a block
-  int tokens;     ///< rows of the problem
-  int shift;      ///< as attention's Side: rows that the last tile lacks
-  const Band* bands;
-  const Part* parts;
-  // What is written.
-  int *run_count, *steps;  ///< of each row tile
-  int* first;              ///< where its runs begin; one more
+/// What is written of each row tile.
+struct RowTiles {
+  int side;           ///< rows of a tile
+  int shift;          ///< as attention's Side: how far before the operand the copy engine counts from
+  int *first, *last;  ///< its runs
+  int* steps;
   RunOf* runs;
-  Place* row_tiles;
-  int* row_tokens;
+  Place* places;
+  int* tokens;
 };
 
-/// More multiprocessors than any GPU has, and how many row tiles of one group are sorted by their steps.
-inline constexpr int kMostCtas = 256, kMostSorted = 2048;
+/// From bits of blocks. Row tiles are those of all lists: number list · tiles + t.
+struct BlockWalkParams : RowTiles {
+  const unsigned* words;  ///< of list l, row block r: words_row words from (l · row_blocks + r) · words_row on
+  int words_row, row_blocks;
+  int tiles;           ///< row tiles of a list
+  int numbers;         ///< row tiles of all lists
+  int row_tiles_each;  ///< row tiles of a block
+  int col_tiles_each;  ///< column tiles of a block
+  int rows;            ///< of the problem
+  const Band* bands;
+  const Part* parts;
+  int* taken;  ///< how many runs have a place, a zero before
+};
 
-/// Deals row tiles out to CTAs. Pairs (batch, head) come in groups whose operands fit L2; in a group the longest tile
-/// goes to the CTA with the least to do.
-struct DealParams {
-  const int* run_count;
+/// Column tiles of documents, for all row tiles; then two for each row tile, which it may begin and end with, so that
+/// no row meets a column of which none of its tile is to see anything.
+struct ColTiles {
+  int side, shift, capacity;
+  int* first;  ///< the first one of each document, and the end of the last
+  Place* places;
+  int *tokens, *used;
+};
+
+/// From documents: a row tile has at most kDocumentRuns runs.
+inline constexpr int kDocumentRuns = 8;
+struct DocumentWalkParams : RowTiles {
+  Documents documents;
+  int capacity;     ///< of row tiles
+  int* first_tile;  ///< of each document and of the rows before and behind them, and the end of the last
+  ColTiles cols;
+};
+
+inline constexpr int kOrderBits = 10, kOrderThreads = 1 << kOrderBits;
+
+/// Items for CTAs. Pairs (batch, head) come in groups whose operands fit L2, one CTA orders each; in a group the
+/// longest tiles come first. Items are dealt out like cards, forwards and backwards in turn.
+struct OrderParams {
   const int* steps;
-  int* first;
-  int numbers, tiles;
+  const int* tile_count;       ///< row tiles of a list, if the device knows
+  int tiles;                   ///< else
   int batch, heads;            ///< of the rows
   int list_batch, list_heads;  ///< lists that differ: 1 or `batch`; 1 or a divisor of `heads`
   int repeat;                  ///< query heads that a key head's tiles meet, one after the other
   int together;                ///< pairs of a group
-  int ctas, rounds;            ///< rounds: tiles that a CTA may get
-  Item* slots;                 ///< ctas × rounds
+  int coarse;                  ///< so many bits of a number of steps do not count for the order
+  int ctas;
   Item* items;
   int* share;
 };

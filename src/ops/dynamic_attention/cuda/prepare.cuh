@@ -2,8 +2,9 @@
 // only, each word by one thread or with an operation that knows no order.
 #pragma once
 
+#include "device/scan.cuh"
 #include "device/types.cuh"
-#include "ops/dynamic_attention/cuda/params.h"
+#include "ops/dynamic_attention/cuda/documents.cuh"
 
 namespace fretwork {
 
@@ -12,6 +13,9 @@ using dynamic_attention_op::TableArg;
 /// A warp for each line of blocks.
 __global__ void __launch_bounds__(dynamic_attention_op::kThreads)
     write_bits(const __grid_constant__ dynamic_attention_op::BitsParams p) {
+  if (blockIdx.x == 0 && threadIdx.x < 2) {
+    p.zeros[threadIdx.x] = 0;
+  }
   const i64 index = (static_cast<i64>(blockIdx.x) * dynamic_attention_op::kThreads + threadIdx.x) / 32;
   if (index >= p.lines) {
     return;
@@ -93,37 +97,9 @@ __global__ void __launch_bounds__(dynamic_attention_op::kThreads)
 /// Sums of the counts before each: a CTA for each list.
 __global__ void __launch_bounds__(dynamic_attention_op::kScanThreads)
     scan_tokens(const __grid_constant__ dynamic_attention_op::ListParams p) {
-  constexpr int kThreads = dynamic_attention_op::kScanThreads;
-  __shared__ int sums[kThreads / 32];
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   int* const first = p.first + static_cast<i64>(blockIdx.x) * (p.lines + 1);
-  int before = static_cast<int>(blockIdx.x * p.room);
-  if (thread == 0) {
-    first[0] = before;
-  }
-  for (int from = 0; from < p.lines; from += kThreads) {
-    const int n = from + thread;
-    int sum = n < p.lines ? first[n + 1] : 0;
-#pragma unroll
-    for (int apart = 1; apart < 32; apart *= 2) {
-      const int other = __shfl_up_sync(~0u, sum, static_cast<u32>(apart));
-      sum += lane >= apart ? other : 0;
-    }
-    if (lane == 31) {
-      sums[warp] = sum;
-    }
-    __syncthreads();
-    int all = 0, earlier = 0;
-    for (int w = 0; w < kThreads / 32; ++w) {
-      earlier += w < warp ? sums[w] : 0;
-      all += sums[w];
-    }
-    if (n < p.lines) {
-      first[n + 1] = before + earlier + sum;
-    }
-    before += all;
-    __syncthreads();
-  }
+  scan_counts<dynamic_attention_op::kScanThreads>(first, p.lines, static_cast<int>(blockIdx.x * p.room),
+                                                  [&](int n) { return first[n + 1]; });
 }
 
 /// The tokens of each line in ascending order: a warp for each.
@@ -152,23 +128,10 @@ __global__ void __launch_bounds__(dynamic_attention_op::kThreads)
   }
 }
 
-/// Document n − 1; 0 and the last one are the rows before and behind all documents, which have no columns.
-struct Document {
-  int row, rows, col, cols;
-};
-__device__ __forceinline__ Document document_of(const dynamic_attention_op::DocumentParams& p, int n) {
-  const auto cu_row = [&](int d) { return min(max(p.cu_rows[d * p.cu_rows_stride], 0), p.rows); };
-  const auto cu_col = [&](int d) { return min(max(p.cu_cols[d * p.cu_cols_stride], 0), p.cols); };
-  const int begin = n == 0 ? 0 : cu_row(n - 1), end = n == p.documents + 1 ? p.rows : cu_row(n);
-  if (n == 0 || n == p.documents + 1) {
-    return {begin, max(end - begin, 0), 0, 0};
-  }
-  const int col = cu_col(n - 1);
-  return {begin, max(end - begin, 0), col, max(cu_col(n) - col, 0)};
-}
 /// The columns of a document's row i.
-__device__ __forceinline__ dynamic_attention_op::IntervalArg interval_of(const dynamic_attention_op::DocumentParams& p,
-                                                                         const Document& of, int i) {
+__device__ __forceinline__ dynamic_attention_op::IntervalArg interval_of(const dynamic_attention_op::Documents& p,
+                                                                         const dynamic_attention_op::Document& of,
+                                                                         int i) {
   const int at = i + of.cols - of.rows;
   const int begin = p.left >= 0 ? max(at - min(p.left, 1 << 30), 0) : 0;
   const int end = p.right >= 0 ? min(at + min(p.right, 1 << 30) + 1, of.cols) : of.cols;
@@ -179,47 +142,8 @@ __device__ __forceinline__ dynamic_attention_op::IntervalArg interval_of(const d
 /// Where the row tiles of each document begin: one CTA.
 __global__ void __launch_bounds__(dynamic_attention_op::kScanThreads)
     scan_documents(const __grid_constant__ dynamic_attention_op::DocumentParams p) {
-  constexpr int kThreads = dynamic_attention_op::kScanThreads;
-  __shared__ int sums[kThreads / 32];
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
-  int before = 0;
-  if (thread == 0) {
-    p.first[0] = 0;
-  }
-  for (int from = 0; from < p.documents + 2; from += kThreads) {
-    const int n = from + thread;
-    int sum = n < p.documents + 2 ? (document_of(p, n).rows + p.side - 1) / p.side : 0;
-#pragma unroll
-    for (int apart = 1; apart < 32; apart *= 2) {
-      const int other = __shfl_up_sync(~0u, sum, static_cast<u32>(apart));
-      sum += lane >= apart ? other : 0;
-    }
-    if (lane == 31) {
-      sums[warp] = sum;
-    }
-    __syncthreads();
-    int all = 0, earlier = 0;
-    for (int w = 0; w < kThreads / 32; ++w) {
-      earlier += w < warp ? sums[w] : 0;
-      all += sums[w];
-    }
-    if (n < p.documents + 2) {
-      p.first[n + 1] = before + earlier + sum;
-    }
-    before += all;
-    __syncthreads();
-  }
-}
-
-/// The last n < count whose first[n] ≤ x, of ascending numbers.
-template <typename First>
-__device__ __forceinline__ int last_at(int count, int x, const First& first) {
-  int low = 0, high = count;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (first(middle) <= x ? low : high) = middle;
-  }
-  return low;
+  scan_counts<dynamic_attention_op::kScanThreads>(
+      p.first, p.documents + 2, 0, [&](int n) { return (document_of(p, n).rows + p.side - 1) / p.side; });
 }
 
 /// The tiles and their reach, and the interval of each row: a thread for each.
@@ -232,8 +156,8 @@ __global__ void __launch_bounds__(dynamic_attention_op::kThreads)
     attention_op::TileArg made{0, 512u | 512u << 10 | 511u << 20, -1, 0};
     dynamic_attention_op::Reach reach{0, 0, 0, 0};
     if (tile < p.first[all]) {
-      const int n = last_at(all, tile, [&](int d) { return p.first[d]; });
-      const Document of = document_of(p, n);
+      const int n = dynamic_attention_op::last_at(all, tile, [&](int d) { return p.first[d]; });
+      const dynamic_attention_op::Document of = document_of(p, n);
       const int row = (tile - p.first[n]) * p.side, count = min(p.side, of.rows - row);
       made.base = of.row + row;
       made.inside = 512u | 512u << 10 | static_cast<u32>(count + 511) << 20;
@@ -248,8 +172,8 @@ __global__ void __launch_bounds__(dynamic_attention_op::kThreads)
   }
   if (index < p.rows) {
     const int row = static_cast<int>(index);
-    const int n = last_at(all, row, [&](int d) { return d == 0 ? 0 : document_of(p, d).row; });
-    const Document of = document_of(p, n);
+    const int n = dynamic_attention_op::last_at(all, row, [&](int d) { return d == 0 ? 0 : document_of(p, d).row; });
+    const dynamic_attention_op::Document of = document_of(p, n);
     p.intervals[row] =
         row - of.row < of.rows ? interval_of(p, of, row - of.row) : dynamic_attention_op::IntervalArg{0, 0};
   } else if (index < p.rows + 128) {

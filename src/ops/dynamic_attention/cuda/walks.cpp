@@ -101,14 +101,15 @@ std::shared_ptr<const DeviceTiles> device_tiles(const RegularPattern& pattern, i
 BlockBits::BlockBits(const Keys& keys, bool transposed, Context& context)
     : words_row_(static_cast<int>(ceil_div(keys.cols, 32))),
       transposed_row_(static_cast<int>(ceil_div(keys.rows, 32))),
-      words_(context, bytes_of(keys.batch * keys.heads * keys.rows * words_row_)),
+      words_(context, bytes_of(kCounters + keys.batch * keys.heads * keys.rows * words_row_)),
       transposed_(context, transposed ? bytes_of(keys.batch * keys.heads * keys.cols * transposed_row_) : 0) {
   const std::int64_t lists = keys.batch * keys.heads;
   BitsParams bits{};
   bits.mask = table_arg(keys.mask);
   bits.counts = table_arg(keys.counts);
   bits.indices = table_arg(keys.indices);
-  bits.words = static_cast<unsigned*>(words_.data());
+  bits.words = static_cast<unsigned*>(words_.data()) + kCounters;
+  bits.zeros = static_cast<int*>(words_.data());
   bits.heads = static_cast<int>(keys.heads);
   bits.rows = static_cast<int>(keys.rows);
   bits.cols = static_cast<int>(keys.cols);
@@ -150,6 +151,23 @@ QueryLists::QueryLists(const Keys& keys, const BlockBits& bits, Context& context
   launch_warps("write_tokens", lists.lists * lists.lines, lists, context);
 }
 
+Documents documents_of(const Problem& problem, bool transposed) {
+  const Keys& keys = problem.keys;
+  const Table &rows = transposed ? keys.cu_k : keys.cu_q, &cols = transposed ? keys.cu_q : keys.cu_k;
+  const auto bound = [](std::int64_t x) { return static_cast<int>(std::min<std::int64_t>(x, 1 << 30)); };
+  Documents made{};
+  made.cu_rows = static_cast<const int*>(rows.data);
+  made.cu_cols = static_cast<const int*>(cols.data);
+  made.cu_rows_stride = rows.batch;
+  made.cu_cols_stride = cols.batch;
+  made.documents = static_cast<int>(keys.documents);
+  made.rows = static_cast<int>(transposed ? problem.attention.cols : problem.attention.rows);
+  made.cols = static_cast<int>(transposed ? problem.attention.rows : problem.attention.cols);
+  made.left = bound(transposed ? keys.right : keys.left);
+  made.right = bound(transposed ? keys.left : keys.right);
+  return made;
+}
+
 DocumentTiles::DocumentTiles(const Problem& problem, int side, bool transposed, Context& context)
     : count_(static_cast<int>((transposed ? problem.attention.cols : problem.attention.rows) / side +
                               problem.keys.documents + 2)),
@@ -159,21 +177,10 @@ DocumentTiles::DocumentTiles(const Problem& problem, int side, bool transposed, 
       intervals_(context, static_cast<std::size_t>((transposed ? problem.attention.cols : problem.attention.rows) +
                                                    kRowsBeyond) *
                               sizeof(IntervalArg)) {
-  const Keys& keys = problem.keys;
-  const Table &rows = transposed ? keys.cu_k : keys.cu_q, &cols = transposed ? keys.cu_q : keys.cu_k;
-  const auto bound = [](std::int64_t x) { return static_cast<int>(std::min<std::int64_t>(x, 1 << 30)); };
   DocumentParams params{};
-  params.cu_rows = static_cast<const int*>(rows.data);
-  params.cu_cols = static_cast<const int*>(cols.data);
-  params.cu_rows_stride = rows.batch;
-  params.cu_cols_stride = cols.batch;
-  params.documents = static_cast<int>(keys.documents);
-  params.rows = static_cast<int>(transposed ? problem.attention.cols : problem.attention.rows);
-  params.cols = static_cast<int>(transposed ? problem.attention.rows : problem.attention.cols);
+  static_cast<Documents&>(params) = documents_of(problem, transposed);
   params.side = side;
   params.capacity = count_;
-  params.left = bound(transposed ? keys.right : keys.left);
-  params.right = bound(transposed ? keys.left : keys.right);
   params.first = static_cast<int*>(first_.data());
   params.tiles = static_cast<attention_op::TileArg*>(tiles_.data());
   params.reach = static_cast<Reach*>(reach_.data());

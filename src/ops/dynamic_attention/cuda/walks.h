@@ -25,13 +25,17 @@ std::shared_ptr<const DeviceTiles> device_tiles(const RegularPattern& pattern, i
 
 /// The blocks of all lists, a bit for each; and the same with rows and columns exchanged.
 class BlockBits {
+  static constexpr int kCounters = 2;  ///< in front of the words
+
  public:
   BlockBits(const Keys& keys, bool transposed, Context& context);
-  const unsigned* words() const { return static_cast<const unsigned*>(words_.data()); }
+  const unsigned* words() const { return static_cast<const unsigned*>(words_.data()) + kCounters; }
   const unsigned* transposed() const { return static_cast<const unsigned*>(transposed_.data()); }
   /// Words of a line of each.
   int words_row() const { return words_row_; }
   int transposed_row() const { return transposed_row_; }
+  /// A zero for whoever counts as they read words or transposed ones.
+  int* counter(bool transposed) const { return static_cast<int*>(words_.data()) + (transposed ? 1 : 0); }
 
  private:
   int words_row_, transposed_row_;
@@ -49,7 +53,10 @@ class QueryLists {
   Workspace first_, tokens_;
 };
 
-/// Documents as row tiles of `side` rows. `transposed`: rows are keys.
+/// Documents as kernels see them. `transposed`: rows are keys.
+Documents documents_of(const Problem& problem, bool transposed);
+
+/// Documents as row tiles of `side` rows.
 class DocumentTiles {
  public:
   DocumentTiles(const Problem& problem, int side, bool transposed, Context& context);

@@ -1,27 +1,34 @@
-"""Attention on what only the device knows, beside torch's varlen_attn: key blocks, selections, packed documents.
+"""Attention on what only the device knows: key blocks, selections, packed documents, beside torch's ways.
 
-    python bench/dynamic_attention.py                      # all three, bf16, D = 128
-    python bench/dynamic_attention.py --parts varlen --json rows.json
+    python bench/dynamic_attention.py                      # all parts, bf16, D = 128
+    python bench/dynamic_attention.py --parts varlen,host --json rows.json
 
 TFLOP/s count the scores that are there, two products forward and five backward. Tensors that name keys are random and
-made before the clock starts; the work on them is in the times.
+made before the clock starts; the work on them is in the times. Selections stand beside dense causal attention by cuDNN,
+documents beside torch's varlen_attn and compiled FlexAttention, with its mask kept and with its mask made in each call.
+`walk` sums up the kernels that write walks, `host` is the host's time of a small call in inference mode.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
 
 import fretwork as fw
 from timing import medians
 
-PARTS = ("blocks", "selected", "varlen")
+PARTS = ("blocks", "selected", "varlen", "walk", "host")
 Case = tuple[str, list[Tensor], float, dict[str, Callable[..., Tensor]]]
 
 
@@ -31,22 +38,48 @@ def operands(device: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:
 
 def blocks(device: torch.device, seq: int, depth: int) -> Iterator[Case]:
     inputs = operands(device, *((1, 16, seq, depth),) * 3)
-    for side in (128, 64, 32, 16):
-        mask = torch.rand(1, 16, seq // side, seq // side, device=device) < 0.1
+    for side, density in ((128, 0.1), (128, 0.25), (64, 0.1), (64, 0.25), (32, 0.1), (16, 0.1)):
+        mask = torch.rand(1, 16, seq // side, seq // side, device=device) < density
         scores = mask.sum().item() * side * side
         call = partial(fw.attention, blocks=mask, block=side)
-        yield f"blocks of {side}, density 0.1", inputs, scores, {"fretwork": call}
+        yield f"blocks of {side}, density {density}", inputs, scores, {"fretwork": call}
+    heads, side, top, tokens = 7, 64, 64, 64 * 1713
+    inputs = operands(device, *((1, heads, tokens, depth),) * 3)
+    chosen = torch.rand(1, heads, tokens // side, tokens // side, device=device).topk(top).indices.int()
+    lists = fw.BlockLists(torch.full(chosen.shape[:3], top, dtype=torch.int32, device=device), chosen.sort(-1).values)
+    call = partial(fw.attention, blocks=lists, block=side)
+    yield (
+        f"{top} of {tokens // side} blocks of {side}, {heads} heads",
+        inputs,
+        chosen.numel() * side**2,
+        {"fretwork": call},
+    )
+
+
+def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def selected(device: torch.device, seq: int, depth: int) -> Iterator[Case]:
-    for heads, kv_heads, side, top in ((16, 1, 64, 16), (64, 4, 64, 16), (64, 4, 16, 64), (4, 4, 64, 16)):
-        inputs = operands(device, (1, heads, seq, depth), *((1, kv_heads, seq, depth),) * 2)
-        before = torch.arange(seq, device=device)[:, None] // side + 1
-        indices = (torch.rand(1, kv_heads, seq, top, device=device) * before).int().sort(-1).values
+    for tokens, heads, kv_heads, side, top in (
+        (seq // 2, 32, 2, 64, 16),
+        (2 * seq, 32, 2, 64, 16),
+        (seq, 16, 1, 64, 16),
+        (seq, 64, 4, 16, 64),
+        (seq, 4, 4, 64, 16),
+    ):
+        inputs = operands(device, (1, heads, tokens, depth), *((1, kv_heads, tokens, depth),) * 2)
+        before = torch.arange(tokens, device=device)[:, None] // side + 1
+        indices = (torch.rand(1, kv_heads, tokens, top, device=device) * before).int().sort(-1).values
         indices[..., 1:][indices.diff(dim=-1) == 0] = -1
         scores = (indices >= 0).sum().item() * side * (heads // kv_heads)
-        call = partial(fw.selected_attention, indices=indices, block=side)
-        yield f"{top} selected blocks of {side}, {heads} heads on {kv_heads}", inputs, scores, {"fretwork": call}
+        peers: dict[str, Callable[..., Tensor]] = {
+            "fretwork": partial(fw.selected_attention, indices=indices, block=side)
+        }
+        if heads > kv_heads:
+            peers["cudnn, dense"] = cudnn
+        yield f"{top} selected blocks of {side}, {heads} heads on {kv_heads}, S = {tokens}", inputs, scores, peers
 
 
 def torch_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, most: int) -> Tensor:
@@ -56,17 +89,101 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, most: int) -> 
     return o if isinstance(o, Tensor) else o[0]
 
 
+class Flex:
+    """Compiled FlexAttention over documents, with its mask kept or made in each call."""
+
+    def __init__(self, starts: Tensor, tokens: int, kept: bool) -> None:
+        self.starts, self.tokens = starts, tokens
+        self.attend = torch.compile(flex_attention)
+        self.make = torch.compile(create_block_mask)
+        self.kept = self.mask() if kept else None
+
+    def mask(self) -> BlockMask:
+        positions = torch.arange(self.tokens, device=self.starts.device, dtype=torch.int32)
+        owner = torch.searchsorted(self.starts, positions, right=True)
+        return self.make(  # type: ignore[no-any-return]
+            lambda b, h, i, j: (owner[i] == owner[j]) & (j <= i), None, None, self.tokens, self.tokens, positions.device
+        )
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        return self.attend(q, k, v, block_mask=self.kept or self.mask())[0].transpose(0, 1)  # type: ignore
+
+
 def varlen(device: torch.device, seq: int, depth: int) -> Iterator[Case]:
     half = seq // 2
-    for lengths in ([1024] * (seq // 1024), [128] * (seq // 128), [half, *[256] * (half // 256)]):
+    mixed = torch.randint(64, 2049, (seq // 1056,), generator=torch.Generator().manual_seed(0)).double()
+    mixed_lengths = (mixed * (seq / mixed.sum())).int().tolist()
+    for lengths in (
+        mixed_lengths,
+        [1024] * (seq // 1024),
+        [128] * (seq // 128),
+        [half, *[256] * (half // 256)],
+    ):
+        tokens = sum(lengths)
         starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
-        inputs = operands(device, *((seq, 16, depth),) * 3)
+        inputs = operands(device, *((tokens, 16, depth),) * 3)
         most, scores = max(lengths), 16 * sum(n * n for n in lengths) / 2
         peers: dict[str, Callable[..., Tensor]] = {
             "fretwork": partial(fw.varlen_attention, cu_q=starts, causal=True),
             "torch": partial(torch_varlen, starts=starts, most=most),
         }
-        yield f"{len(lengths)} documents, the first of {lengths[0]}, causal", inputs, scores, peers
+        if lengths is mixed_lengths:
+            peers |= {"flex": Flex(starts, tokens, True), "flex, mask made": Flex(starts, tokens, False)}
+        span = f"{min(lengths)} to {max(lengths)}" if lengths is mixed_lengths else f"the first of {lengths[0]}"
+        yield f"{len(lengths)} documents, {span}, causal", inputs, scores, peers
+
+
+def walk(device: torch.device, seq: int, depth: int) -> Iterator[dict[str, object]]:
+    """Kernels that write walks, in a forward and a backward pass."""
+    q, k, v = operands(device, *((1, 16, seq, depth),) * 3)
+    writers = ("write_", "transpose_bits", "order_items", "scan_tiles")
+    for side in (128, 64):
+        mask = torch.rand(1, 16, seq // side, seq // side, device=device) < 0.1
+
+        def call(mask: Tensor = mask, side: int = side) -> None:
+            fw.attention(q, k, v, blocks=mask, block=side).sum().backward()
+
+        call()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            for _ in range(10):
+                call()
+            torch.cuda.synchronize()
+        us = sum(e.device_time_total for e in profiled.key_averages() if any(name in e.key for name in writers)) / 10
+        yield {
+            "case": f"walks of blocks of {side}, density 0.1",
+            "pass": "both",
+            "peer": "fretwork",
+            "us": round(us, 1),
+        }
+
+
+def host(device: torch.device, _seq: int, _depth: int) -> Iterator[dict[str, object]]:
+    """µs of a call that does next to nothing on the GPU."""
+    q, k, v = (torch.randn(1, 2, 256, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
+    masks = [torch.rand(1, 2, 4, 4, device=device) < 0.5 for _ in range(32)]
+    starts = [torch.tensor([0, n, 256], dtype=torch.int32, device=device) for n in range(32)]
+    (x, y, z), causal = (t[0].transpose(0, 1).contiguous() for t in (q, k, v)), fw.patterns.causal(256)
+    calls: dict[str, Callable[[int], object]] = {
+        "blocks, new contents": lambda n: fw.attention(q, k, v, causal, blocks=masks[n % 32], block=64),
+        "blocks, the same": lambda n: fw.attention(q, k, v, causal, blocks=masks[0], block=64),
+        "documents, new contents": lambda n: fw.varlen_attention(x, y, z, starts[n % 32], causal=True),
+        "a static pattern": lambda n: fw.attention(q, k, v, causal),
+        "torch's SDPA": lambda n: scaled_dot_product_attention(q, k, v, is_causal=True),
+    }
+    best = dict.fromkeys(calls, float("inf"))
+    with torch.inference_mode():
+        for _ in range(30):  # in turn; a short burst leaves the queue room
+            for name, call in calls.items():
+                call(0)
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                for n in range(20):
+                    call(n)
+                best[name] = min(best[name], (time.perf_counter() - begin) / 20 * 1e6)
+                torch.cuda.synchronize()
+    for name, us in best.items():
+        yield {"case": f"host: {name}", "pass": "forward", "peer": "fretwork", "us": round(us, 1)}
 
 
 def measure(case: Case, device: torch.device, depth: int) -> Iterator[dict[str, object]]:
@@ -83,6 +200,11 @@ def measure(case: Case, device: torch.device, depth: int) -> Iterator[dict[str, 
             yield {"case": name, "pass": which, "peer": peer, "ms": round(ms, 4), "tflops": round(rate, 1)}
 
 
+def show(row: dict[str, object]) -> None:
+    measured = f"{row['us']:9} µs" if "us" in row else f"{row['ms']:9} ms {row['tflops']:7} TFLOP/s"
+    print(f"{row['case']:56} {row['pass']:9} {row['peer']:16} {measured}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS))
@@ -93,12 +215,14 @@ def main() -> None:
     options = parser.parse_args()
     device, rows = torch.device(options.device), []
     for part in options.parts.split(","):
-        for case in {"blocks": blocks, "selected": selected, "varlen": varlen}[part](
-            device, options.seq, options.depth
-        ):
-            for row in measure(case, device, options.depth):
-                rows.append(row)
-                print(f"{row['case']:52} {row['pass']:9} {row['peer']:9} {row['ms']:9} ms {row['tflops']:7} TFLOP/s")
+        if part in ("walk", "host"):
+            found = (walk if part == "walk" else host)(device, options.seq, options.depth)
+        else:
+            cases = {"blocks": blocks, "selected": selected, "varlen": varlen}[part](device, options.seq, options.depth)
+            found = (row for case in cases for row in measure(case, device, options.depth))
+        for row in found:
+            rows.append(row)
+            show(row)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
@@ -128,6 +129,7 @@ def sparsify(model: nn.Module, plan: Mapping[str, Recipe | None], calibration: I
         errors = output_errors(model, {m: layers[m].to_dense for m in linears}, calls)  # type: ignore[misc]
     rows = _rows(names, chosen, layers, errors)
     put(model, layers)
+    _save_with_structure(model)
     return Report(tuple(rows), calls is not None)
 
 
@@ -259,6 +261,13 @@ def _count(module: nn.Module, counted: set[nn.Parameter]) -> int:
     new = set(module.parameters()) - counted
     counted |= new
     return sum(p.numel() for p in new)
+
+
+def _save_with_structure(model: nn.Module) -> None:
+    """`save_pretrained` of a Hugging Face model keeps the structure once this module is there."""
+    pretrained = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
+    if pretrained is not None and any(isinstance(module, pretrained) for module in model.modules()):
+        importlib.import_module("fretwork.compat.transformers")
 
 
 class _Progress:

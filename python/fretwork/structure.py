@@ -118,7 +118,8 @@ def _told(name: str, module: nn.Module) -> dict[str, Any] | None:
     if isinstance(module, SemiSparseLinear):
         weight = module.weight if module.trainable == "dense" else module.values
         how = {"prune": module.prune, "trainable": module.trainable, "decay": module.decay}
-        return {"kind": "two_four", **_sizes(module), **how, "group": group_of(weight.dtype)}
+        kept = "1:2 of float32" if group_of(weight.dtype) == 2 else "2:4"
+        return {"kind": "two_four", **_sizes(module), **how, "kept": kept}
     if isinstance(module, BlockSparseLinear):
         return {"kind": "block", **_sizes(module), "layout": module.layout.text}
     if isinstance(module, KSLinear):

@@ -32,6 +32,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from fretwork._torch.arguments import check_tensor
 from fretwork.attention import attention
+from fretwork.compat._structure_in_config import structure_saved
 from fretwork.patterns import Pattern
 
 # Added to the scores of padding; the smallest number there is would be infinite after another is added.
@@ -313,11 +314,12 @@ def _with_pattern(self: Any, requested_attention: str | None, *args: Any, **kwar
 
 @functools.wraps(_save)
 def _save_with_name(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A pattern that was given after the attention was chosen is saved with its name, too."""
+    """A pattern that was given after the attention was chosen is saved with its name, too, and so is the structure."""
     chosen = getattr(self.config, "_attn_implementation", None) == "fretwork"
     if chosen and getattr(self.config, "fretwork_pattern", None) is not None:
         _remember(self.config)
-    return _save(self, *args, **kwargs)
+    with structure_saved(self):
+        return _save(self, *args, **kwargs)
 
 
 AttentionInterface.register("fretwork", attention_forward)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -16,7 +17,7 @@ def all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
     return found
 
 
-def put(model: nn.Module, layers: Mapping[nn.Module, nn.Module]) -> None:
+def put(model: nn.Module, layers: Mapping[Any, nn.Module]) -> None:
     """Puts each layer where its key is, under every name."""
     for module, names in all_names(model).items():
         for name in names if module in layers else ():

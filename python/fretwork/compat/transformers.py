@@ -19,7 +19,10 @@ needs. Position ids that begin anew inside a row (packed sequences) are not look
 documents, as in `model.config.fretwork_pattern = "document((700, 324), causal=True)"` for rows of 1024 tokens.
 A mask of four dimensions is added to the scores as it is. Where it hides keys from all queries and the pattern would
 count them as positions, it raises: give the padding as (B, Sk) instead. Learned sinks (`s_aux`, as gpt-oss has them)
-are attention's `sinks`.
+are attention's `sinks`. Scores are not stored, so that `output_attentions=True` raises.
+
+Models that `fw.sparsify` changed keep their structure in `save_pretrained` and `from_pretrained`. A program that loads
+one imports this module first: without it transformers warns, and the sparse layers are dense and random.
 """
 
 import functools
@@ -223,6 +226,11 @@ def attention_forward(
     """What a model calls: q, k, v are (B, H, S, D), the result is (B, S, H, D). `attention_mask` is (B, Sk), 0 or False
     where a key is padding, or something to add to the scores, (B, 1 or H, Sq, Sk)."""
     check_tensor("attention", "q", query)
+    if kwargs.get("output_attentions"):
+        raise NotImplementedError(
+            "attention: output_attentions: expected False, got True; scores are not stored: load the model with "
+            'attn_implementation="eager" to see them'
+        )
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     given, rows, cols = _given(module), query.shape[2], key.shape[2]
     template = _own(causal, sliding_window) if given is None else given

@@ -17,7 +17,8 @@ __version__ = "0.1.0"
 
 if importlib.util.find_spec("torch") is not None:  # fretwork.jax needs no torch
     from fretwork import jit, kronecker, nn, recipes, two_four
-    from fretwork.attention import alibi, attention  # the function takes the module's place in this namespace
+    from fretwork.advise import advise  # functions take the places of modules in this namespace
+    from fretwork.attention import alibi, attention
     from fretwork.block import block_softmax, dds, dsd, sdd
     from fretwork.block_lists import BlockLists, select_blocks
     from fretwork.conv import block_conv2d
@@ -28,7 +29,18 @@ if importlib.util.find_spec("torch") is not None:  # fretwork.jax needs no torch
     from fretwork.structure import densify, restructure, structure
     from fretwork.two_four import TwoFour
 
-    __all__ += ["alibi", "attention", "block_conv2d", "block_softmax", "dds", "dsd", "jit", "kronecker", "ksmm"]
+    __all__ += [
+        "advise",
+        "alibi",
+        "attention",
+        "block_conv2d",
+        "block_softmax",
+        "dds",
+        "dsd",
+        "jit",
+        "kronecker",
+        "ksmm",
+    ]
     __all__ += [
         "BlockLists",
         "TwoFour",

@@ -41,8 +41,14 @@ def test_bitmask(dtype, rows, cols, device):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"bitmask": torch.tensor([[0x37], [0x33]], dtype=torch.uint8)}, r"bitmask: expected two bits .* got 3 for the group at \(0, 0\)"),
-        ({"bitmask": torch.tensor([[0x33], [0x31]], dtype=torch.uint8)}, r"bitmask: expected two bits .* got 1 for the group at \(1, 0\)"),
+        (
+            {"bitmask": torch.tensor([[0x37], [0x33]], dtype=torch.uint8)},
+            r"bitmask: expected two bits .* got 3 for the group at \(0, 0\)",
+        ),
+        (
+            {"bitmask": torch.tensor([[0x33], [0x31]], dtype=torch.uint8)},
+            r"bitmask: expected two bits .* got 1 for the group at \(1, 0\)",
+        ),
         ({"bitmask": torch.zeros(2, 2, dtype=torch.uint8)}, r"bitmask: expected uint8 \(2, 1\)"),
         ({"compressed": torch.ones(2, 3).half()}, r"compressed: expected half of \(2, 8\)"),
         ({"compressed": torch.ones(2, 4)}, "compressed: expected a 16-bit .* got float32"),
@@ -169,7 +175,10 @@ def test_load_refuses(tmp_path):
         ({"up.bias": None}, r"load: path: .* none for \['up.bias'\]"),
         ({"left": torch.ones(1)}, r"load: path: .* others for \['left'\]"),
         ({"down.shape": None}, "read: path: expected down.shape beside down.compressed"),
-        ({"down.bitmask": torch.zeros(64, 8, dtype=torch.uint8)}, "read: down: from_bitmask: bitmask: expected two bits"),
+        (
+            {"down.bitmask": torch.zeros(64, 8, dtype=torch.uint8)},
+            "read: down: from_bitmask: bitmask: expected two bits",
+        ),
         ({f"side.{name}": t for name, t in parts.items()}, "load: path: expected weights .* side of"),
     ]:
         tensors = {name: t for name, t in (good | change).items() if t is not None}

@@ -10,7 +10,7 @@ import fretwork as fw
 from fretwork import recipes
 
 transformers = pytest.importorskip("transformers")
-import fretwork.compat.transformers  # noqa: E402, F401
+import fretwork.compat.transformers  # noqa: E402
 
 PLAN = {
     "*.mlp.up_proj": recipes.Monarch(8),

@@ -1,6 +1,7 @@
 """Whole models: which layers a plan changes, what it refuses, what stays shared, and the ways there and back."""
 
 import copy
+import itertools
 import json
 import math
 
@@ -32,7 +33,7 @@ class Tied(nn.Module):
 
 
 def mlp(device="cpu", dtype=F32, sizes=(32, 64, 48)):
-    layers = [nn.Linear(*pair) for pair in zip(sizes, sizes[1:], strict=False)]
+    layers = [nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
     return nn.Sequential(*layers).to(device, dtype)
 
 
@@ -136,7 +137,7 @@ def test_layers_that_are_refused(model, message):
 def test_a_layer_is_no_model():
     with pytest.raises(ValueError, match="model: expected a module that holds the layers"):
         fw.sparsify(nn.Linear(8, 8), {"*": recipes.TwoFour()})
-    with pytest.raises(TypeError, match="model: expected a torch.nn.Module"):
+    with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module"):
         fw.sparsify([nn.Linear(8, 8)], {"*": recipes.TwoFour()})
 
 

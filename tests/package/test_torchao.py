@@ -46,7 +46,7 @@ def test_what_is_refused(device):
         ao.sparsify_(model, ao.semi_sparse_weight())
     with pytest.raises(TypeError, match="config: expected semi_sparse_weight"):
         ao.sparsify_(model, ao.semi_sparse_weight)
-    with pytest.raises(ValueError, match="filter_fn: expected True for torch.nn.Linear alone, got True for 1, a ReLU"):
+    with pytest.raises(ValueError, match=r"filter_fn: expected True for torch.nn.Linear alone, got True for 1, a ReLU"):
         ao.sparsify_(model, ao.semi_sparse_weight(), lambda module, name: name == "1")
     with pytest.raises(ValueError, match=r"config\['1'\]: expected the name of a torch.nn.Linear, got ReLU"):
         ao.swap_linear_with_semi_sparse_linear(model, {"0": ao.SemiSparseLinear, "1": ao.SemiSparseLinear})

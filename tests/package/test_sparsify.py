@@ -259,6 +259,15 @@ def test_zero_weights_have_no_error():
     assert (report.rows[0].error, report.rows[0].output_error) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize("recipe", [recipes.TwoFour(), recipes.Block(8, 0.5), recipes.Monarch(4)], ids=str)
+def test_inputs_of_zeros_leave_the_choice_to_the_weight(recipe):
+    model = mlp()
+    plain = copy.deepcopy(model)
+    fw.sparsify(plain, {"0": recipe})
+    (row,) = fw.sparsify(model, {"0": recipe}, calibration=[torch.zeros(3, 32)]).rows
+    assert torch.equal(model[0].to_dense(), plain[0].to_dense()) and row.output_error == 0
+
+
 class Sometimes(nn.Module):
     """A layer that no input reaches, and one that is given its input by name."""
 

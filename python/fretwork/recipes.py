@@ -304,7 +304,7 @@ class Attention(Recipe):
             return f"pattern: expected one for each of {module.num_heads} heads, got {heads}"
         if (dtype := module.out_proj.weight.dtype) not in FLOATING:
             return f"weights: expected float64, float32, float16 or bfloat16, got {dtype_name(dtype)}"
-        return _altered(module) or _altered(module.out_proj)
+        return altered(module) or altered(module.out_proj)
 
     def make(self, module: nn.MultiheadAttention, norms: Tensor | None = None) -> MultiheadAttention:
         layer = MultiheadAttention.from_dense(module, self.pattern)
@@ -324,7 +324,7 @@ def is_linear(module: nn.Module) -> bool:
     )
 
 
-def _altered(module: nn.Module) -> str | None:
+def altered(module: nn.Module) -> str | None:
     """What a module has that its replacement would not have."""
     if is_parametrized(module):
         return "expected plain parameters, got parametrized ones; remove_parametrizations makes them plain"
@@ -336,8 +336,8 @@ def _altered(module: nn.Module) -> str | None:
 
 def _unfit(linear: nn.Linear) -> str | None:
     """Why no recipe takes this layer."""
-    if altered := _altered(linear):
-        return altered
+    if (reason := altered(linear)) is not None:
+        return reason
     weight = linear.weight
     if not isinstance(weight, nn.Parameter) or type(weight.data) is not Tensor or weight.layout != torch.strided:
         return f"weight: expected a plain dense parameter, got {type(weight.data).__name__} of {weight.layout}"

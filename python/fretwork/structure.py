@@ -17,6 +17,7 @@ from fretwork.nn.ks_linear import KSLinear
 from fretwork.nn.multihead_attention import MultiheadAttention
 from fretwork.nn.semi_sparse_linear import SemiSparseLinear
 from fretwork.patterns import BlockLayout, Pattern
+from fretwork.recipes import altered
 
 __all__ = ["densify", "restructure", "structure"]
 
@@ -35,18 +36,31 @@ def structure(model: nn.Module) -> dict[str, Any]:
     """
     if not isinstance(model, nn.Module):
         refuse("structure", "model", "a torch.nn.Module", type(model).__name__, TypeError)
-    layers = {}
+    told, failures = tellable(model)
+    if failures:
+        raise failures[0]
+    return told
+
+
+def tellable(model: nn.Module) -> tuple[dict[str, Any], list[NotImplementedError]]:
+    """The structure of all layers that have one in words, and the errors of the others."""
+    layers: dict[str, dict[str, Any]] = {}
+    failures = []
     for module, names in all_names(model).items():
-        if (told := _told(names[0], module)) is not None:
-            layers.update({name: dict(told) for name in names})
-    return {"version": _VERSION, "layers": layers}
+        try:
+            told = _told(names[0], module)
+        except NotImplementedError as error:
+            failures.append(error)
+        else:
+            layers.update({name: dict(told) for name in names} if told is not None else {})
+    return {"version": _VERSION, "layers": layers}, failures
 
 
 def restructure(dense_model: _Model, structure: Mapping[str, Any]) -> _Model:
     """Gives a dense model the structure of a sparse one, in place, and returns it; `load_state_dict` does the rest.
 
-    Until then layers have what fits of the dense weights; factors are random. ValueError where the models differ;
-    nothing is changed then. Works on the meta device, too.
+    Until then layers have what fits of the dense weights; factors are random. Layers that have their structure already
+    are left. ValueError where the models differ; nothing is changed then. Works on the meta device, too.
 
     >>> import torch, fretwork as fw
     >>> model = torch.nn.Sequential(torch.nn.Linear(32, 16))
@@ -66,6 +80,8 @@ def restructure(dense_model: _Model, structure: Mapping[str, Any]) -> _Model:
             if name not in modules:
                 refuse("restructure", "structure", f"layers that the model has, such as {name}", "a model without it")
             module = modules[name]
+            if module not in layers and _told(name, module) == entry:
+                continue  # the model's class builds it so
             if module not in layers:
                 layers[module] = _like(name, module, entry, of_weight)
             if (got := _told(name, layers[module])) != entry:
@@ -93,17 +109,20 @@ def densify(model: _Model) -> _Model:
     weights: dict[tuple[object, ...], nn.Parameter] = {}
     with torch.inference_mode(False), torch.no_grad():
         for module, names in all_names(model).items():
+            if not _is_ours("densify", names[0], module) or not isinstance(module, _LINEAR_OR_CONV):
+                continue
+            if (reason := altered(module)) is not None:
+                raise ValueError(f"densify: {names[0]}: {reason}")
             if isinstance(module, KSLinear) and module.bs_last:
                 raise NotImplementedError(
                     f"densify: {names[0]}: expected features last, as torch.nn.Linear has them, got bs_last=True"
                 )
-            if isinstance(module, (BlockSparseLinear, KSLinear, SemiSparseLinear, BlockSparseConv2d)):
-                own = [p for name, p in module.named_parameters() if name != "bias"]
-                key = (module.__class__, *map(id, own))
-                if key not in weights:  # one weight stays one weight
-                    learns = any(p.requires_grad for p in own)
-                    weights[key] = nn.Parameter(module.to_dense().detach(), requires_grad=learns)
-                layers[module] = _dense(module, weights[key])
+            own = [p for name, p in module.named_parameters() if name != "bias"]
+            key = (type(module), *map(id, own))
+            if key not in weights:  # one weight stays one weight
+                learns = any(p.requires_grad for p in own)
+                weights[key] = nn.Parameter(module.to_dense().detach(), requires_grad=learns)
+            layers[module] = _dense(module, weights[key])
     if model in layers:
         refuse("densify", "model", "a module that holds the layers", f"a {type(model).__name__} itself")
     put(model, layers)
@@ -115,6 +134,8 @@ def densify(model: _Model) -> _Model:
 
 def _told(name: str, module: nn.Module) -> dict[str, Any] | None:
     """What JSON can hold of a sparse layer, without its weights."""
+    if not _is_ours("structure", name, module):
+        return None
     if isinstance(module, SemiSparseLinear):
         weight = module.weight if module.trainable == "dense" else module.values
         how = {"prune": module.prune, "trainable": module.trainable, "decay": module.decay}
@@ -131,9 +152,20 @@ def _told(name: str, module: nn.Module) -> dict[str, Any] | None:
         told = {name: list(value) if isinstance(value, tuple) else value for name, value in told.items()}
         shape = [module.out_channels, module.in_channels]
         return {"kind": "conv2d", "shape": shape, "bias": module.bias is not None, **told, "layout": module.layout.text}
-    if isinstance(module, MultiheadAttention):
-        return _told_attention(name, module)
-    return None
+    assert isinstance(module, MultiheadAttention)
+    return _told_attention(name, module)
+
+
+_LINEAR_OR_CONV = (BlockSparseLinear, KSLinear, SemiSparseLinear, BlockSparseConv2d)
+
+
+def _is_ours(op: str, name: str, module: nn.Module) -> bool:
+    """Whether it is a layer of `fretwork.nn`. What derives from one may do something else, and is refused."""
+    own = (*_LINEAR_OR_CONV, MultiheadAttention)
+    if isinstance(module, own) and type(module) not in own:
+        kind = f"{type(module).__module__}.{type(module).__name__}"
+        raise NotImplementedError(f"{op}: {name}: expected a layer of fretwork.nn itself, got {kind}")
+    return type(module) in own
 
 
 def _sizes(module: Any) -> dict[str, Any]:
@@ -177,6 +209,8 @@ def _like(
     dense, make = _MAKERS[entry["kind"]]
     if not isinstance(module, dense):
         refuse("restructure", name, f"a torch.nn.{dense.__name__}", type(module).__name__)
+    if (reason := altered(module)) is not None:
+        raise ValueError(f"restructure: {name}: {reason}")
     weight = getattr(module, "weight", module)
     key = (id(weight), repr(sorted((n, str(value)) for n, value in entry.items() if n != "bias")))
     if key in of_weight:

@@ -68,6 +68,35 @@ def test_a_base_model_of_a_saved_one_and_the_reverse(tmp_path):
     assert type(whole.lm_head) is torch.nn.Linear
 
 
+class Own(transformers.PreTrainedModel):
+    """A model whose class builds sparse layers, one of which no text holds."""
+
+    config_class = transformers.PretrainedConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.block = fw.nn.BlockSparseLinear(32, 32, fw.BlockLayout([[1, 0], [1, 1]], 16))
+        self.attn = fw.nn.MultiheadAttention(32, 4, lambda rows, cols: fw.patterns.causal((rows, cols)))
+        self.dense = torch.nn.Linear(32, 32)
+        self.post_init()
+
+    def _init_weights(self, module):
+        pass
+
+
+def test_a_class_that_builds_sparse_layers(tmp_path, caplog):
+    logging.disable(logging.NOTSET)
+    model, x = Own(transformers.PretrainedConfig()), torch.randn(2, 5, 32)
+    fw.sparsify(model, {"dense": recipes.TwoFour()})
+    model.save_pretrained(tmp_path)
+    assert "attn: pattern: expected a pattern" in caplog.text
+    loaded = Own.from_pretrained(tmp_path)
+    assert type(loaded.dense) is fw.nn.SemiSparseLinear
+    for name in ("block", "dense"):
+        assert torch.equal(loaded.get_submodule(name)(x), model.get_submodule(name)(x))
+    assert torch.equal(loaded.attn(x)[0], model.attn(x)[0])
+
+
 def test_a_dense_model_is_saved_as_ever(tmp_path):
     llama().save_pretrained(tmp_path)
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())

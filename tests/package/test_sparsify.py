@@ -1,6 +1,7 @@
 """Whole models: which layers a plan changes, what it refuses, what stays shared, and the ways there and back."""
 
 import copy
+import io
 import itertools
 import json
 import math
@@ -423,6 +424,44 @@ def test_densify_refuses_features_that_come_first():
     with pytest.raises(NotImplementedError, match="densify: 0: "):
         fw.densify(model)
     check()
+
+
+class Doubled(fw.nn.BlockSparseLinear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_layers_that_derive_from_ours_or_have_hooks_are_not_taken_for_them():
+    model = nn.Sequential(Doubled(16, 16, fw.BlockLayout([[1]], 16)))
+    check = unchanged(model)
+    for call in (fw.structure, fw.densify):
+        with pytest.raises(NotImplementedError, match=f"{call.__name__}: 0: expected a layer .* got .*Doubled"):
+            call(model)
+    check()
+    sparse, dense = mlp(), mlp()
+    fw.sparsify(sparse, {"*": recipes.TwoFour()})
+    told = fw.structure(sparse)
+    for model, call in ((sparse, fw.densify), (dense, lambda model: fw.restructure(model, told))):
+        model[1].register_forward_hook(lambda *_: None)
+        check = unchanged(model)
+        with pytest.raises(ValueError, match="1: expected a module without hooks"):
+            call(model)
+        check()
+
+
+def test_a_line_on_a_terminal_says_how_far_it_is(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    ticks = itertools.count(0, 2)
+    monkeypatch.setattr("time.monotonic", lambda: next(ticks))
+    for written in (Terminal(), io.StringIO()):
+        monkeypatch.setattr("sys.stderr", written)
+        fw.sparsify(mlp(), {"*": recipes.Block(16, 0.5)})
+        said = "sparsify: 1 of 2 layers are made, 1 is next" in written.getvalue()
+        assert said == written.isatty() and written.getvalue().endswith("\r" if said else "")
+        assert said or not written.getvalue()
 
 
 def test_ddp(tmp_path):

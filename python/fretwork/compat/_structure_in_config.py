@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,10 +15,11 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fretwork.nn.semi_sparse_linear import SemiSparseLinear
-from fretwork.structure import restructure, structure
+from fretwork.structure import restructure, tellable
 from fretwork.two_four import canonical
 
 _METHOD = "fretwork"
+_log = logging.getLogger("fretwork")
 
 
 @register_quantization_config(_METHOD)
@@ -82,7 +84,9 @@ def _as_named_in(model: nn.Module, layers: Mapping[str, Any]) -> dict[str, Any]:
 @contextmanager
 def structure_saved(model: PreTrainedModel) -> Iterator[None]:
     """The structure of a model stands in its configuration, if there is any."""
-    told = structure(model)
+    told, failures = tellable(model)
+    for error in failures:
+        _log.warning("save_pretrained: the model's class has to build this layer: %s", error)
     if not told["layers"]:
         yield
         return

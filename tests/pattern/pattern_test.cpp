@@ -331,7 +331,7 @@ TEST(Text, RefusesBadTexts) {
   EXPECT_TRUE(unknown.starts_with("Pattern.parse: text: expected one of acsr, axial, ")) << unknown;
   EXPECT_TRUE(unknown.ends_with(", got 'nothing'")) << unknown;
   const std::pair<const char*, const char*> near[] = {
-      {"stride", "strided"}, {"Causal", "causal"}, {"neighbourhood", "neighborhood"}, {"long", "longnet"}};
+      {"stride", "strided"}, {"Causal", "causal"}, {"neighbourhood", "neighborhood"}, {"vertical", "vertical_slash"}};
   for (const auto& [given, meant] : near) {
     const std::string error = parse_error(std::string(given) + "(8)");
     EXPECT_TRUE(error.ends_with("got '" + std::string(given) + "'; did you mean " + meant + "?")) << error;

@@ -2,10 +2,12 @@
 #include <algorithm>
 #include <iterator>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "c_threads.h"
 #include "fretwork/c.h"
 #include "fretwork/error.h"
 #include "fretwork/ops.h"
@@ -329,7 +331,7 @@ int fretwork_kronecker_dense_wins(const int64_t* patterns, int count, const char
 }
 
 int fretwork_kronecker_project(const double* dense, int64_t rows, int64_t cols, const int64_t* patterns, int count,
-                               double* const* weights, double* error) {
+                               double* const* weights, double* error, int threads) {
   return guarded(-1, [&] {
     const std::vector<fretwork::KroneckerPtr> factors = kroneckers_of(patterns, count);
     std::int64_t elements = 0;
@@ -338,7 +340,9 @@ int fretwork_kronecker_project(const double* dense, int64_t rows, int64_t cols, 
       throw fretwork::Error("project", "dense", "fewer than 2^63 elements", fretwork::shape_text(given));
     }
     std::vector<std::vector<double>> made(factors.size());
-    *error = fretwork::kronecker::project({dense, static_cast<std::size_t>(elements)}, rows, cols, factors, made);
+    fretwork::ShortThreads executor(threads);
+    const std::span all(dense, static_cast<std::size_t>(elements));
+    *error = fretwork::kronecker::project(all, rows, cols, factors, made, executor);
     for (std::size_t n = 0; n < made.size(); ++n) {
       std::copy(made[n].begin(), made[n].end(), weights[n]);
     }

@@ -93,9 +93,10 @@ int fretwork_kronecker_plan(const int64_t* patterns, int count, const char* arch
 int fretwork_kronecker_dense_wins(const int64_t* patterns, int count, const char* arch, const char* dtype, int bs_last,
                                   int64_t batch);
 /* The weights whose product is near `dense` (rows × cols, row-major). `patterns` holds `count` times (a, b, c, d) in
- * order of application, weights[n] has room for a·b·c·d of pattern n. */
+ * order of application, weights[n] has room for a·b·c·d of pattern n. Runs on `threads` threads, with the same result
+ * on any number of them. */
 int fretwork_kronecker_project(const double* dense, int64_t rows, int64_t cols, const int64_t* patterns, int count,
-                               double* const* weights, double* error);
+                               double* const* weights, double* error, int threads);
 /* Entries of the longest row of a pattern whose every row is one progression; -1 where that is not so, with an error
  * that names `op`. */
 int64_t fretwork_pattern_width(const fretwork_pattern* pattern, const char* op);

@@ -10,7 +10,7 @@
 
 namespace fretwork {
 
-/// Threads, as the caller has them. The library starts none of its own.
+/// Threads, as the caller has them. The library starts none of its own (the C interface: as many as a call names).
 class Executor {
  public:
   virtual ~Executor() = default;

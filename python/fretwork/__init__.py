@@ -16,28 +16,47 @@ __all__ = ["BlockLayout", "KroneckerPattern", "Pattern", "patterns"]
 __version__ = "0.1.0"
 
 if importlib.util.find_spec("torch") is not None:  # fretwork.jax needs no torch
-    from fretwork import jit, kronecker, nn, two_four
-    from fretwork.attention import alibi, attention  # the function takes the module's place in this namespace
+    from fretwork import jit, kronecker, nn, recipes, two_four
+    from fretwork.advise import advise  # functions take the places of modules in this namespace
+    from fretwork.attention import alibi, attention
     from fretwork.block import block_softmax, dds, dsd, sdd
     from fretwork.block_lists import BlockLists, select_blocks
     from fretwork.conv import block_conv2d
     from fretwork.dynamic_attention import selected_attention, varlen_attention
     from fretwork.kronecker import ksmm, ksmm_chain
     from fretwork.regular import r_sddmm, r_softmax, r_spmm
+    from fretwork.sparsify import sparsify
+    from fretwork.structure import densify, restructure, structure
     from fretwork.two_four import TwoFour
 
-    __all__ += ["alibi", "attention", "block_conv2d", "block_softmax", "dds", "dsd", "jit", "kronecker", "ksmm"]
+    __all__ += [
+        "advise",
+        "alibi",
+        "attention",
+        "block_conv2d",
+        "block_softmax",
+        "dds",
+        "dsd",
+        "jit",
+        "kronecker",
+        "ksmm",
+    ]
     __all__ += [
         "BlockLists",
         "TwoFour",
+        "densify",
         "ksmm_chain",
         "nn",
         "r_sddmm",
         "r_softmax",
         "r_spmm",
+        "recipes",
+        "restructure",
         "sdd",
         "select_blocks",
         "selected_attention",
+        "sparsify",
+        "structure",
         "two_four",
         "varlen_attention",
     ]

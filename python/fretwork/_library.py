@@ -105,7 +105,7 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "pattern_columns": (ctypes.c_int, [_POINTER, ctypes.c_int64, ctypes.c_void_p]),
     "kronecker_project": (
         ctypes.c_int,
-        [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, _INT64S, ctypes.c_int, _POINTERS, _DOUBLE],
+        [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, _INT64S, ctypes.c_int, _POINTERS, _DOUBLE, ctypes.c_int],
     ),
 }
 

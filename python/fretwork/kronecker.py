@@ -221,9 +221,9 @@ def project(W: Tensor, patterns: Sequence[KroneckerPattern]) -> tuple[list[Tenso
     """Weights whose product is near W (out, in), and its relative error in the Frobenius norm.
 
     The nearest there is for one and two patterns; for L of them the error is at most √(L − 1) times the least. Each
-    pattern must be `chainable` with the product of those applied before it. Computed in float64 on the CPU; the weights
-    have W's dtype and device, and the error is that before they are rounded to it. Factors have equal norms. Not
-    differentiable.
+    pattern must be `chainable` with the product of those applied before it. Computed in float64 on the CPU, by as many
+    threads as torch has; the weights have W's dtype and device, and the error is that before they are rounded to it.
+    Factors have equal norms. Not differentiable.
 
     >>> import torch, fretwork as fw
     >>> W = torch.ones(12, 20, dtype=torch.float64)
@@ -236,7 +236,7 @@ def project(W: Tensor, patterns: Sequence[KroneckerPattern]) -> tuple[list[Tenso
         raise RuntimeError(f"project: W: expected a floating (out, in) matrix, got {W.dtype} {tuple(W.shape)}")
     if W.is_meta:
         raise RuntimeError("project: W: expected a matrix with data, got one on meta")
-    weights, error = projected(W.to(torch.float64).numpy(force=True), patterns)
+    weights, error = projected(W.to(torch.float64).numpy(force=True), patterns, torch.get_num_threads())
     return [torch.from_numpy(w).to(W.device, W.dtype) for w in weights], error
 
 

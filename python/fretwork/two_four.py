@@ -326,7 +326,7 @@ def compress(A: Tensor, dim: int = -1, metadata_dtype: torch.dtype = torch.int16
 
 def prune(A: Tensor, dim: int = -1, transposable: bool = False) -> Tensor:
     """A with half of every group along `dim` set to zero: the two largest magnitudes of four stay (of equal ones the
-    first), of two the larger for fp32.
+    first), of two the larger for fp32, which is logged once.
 
     `transposable`: half of every row and every column of each 4×4 (fp32: 2×2) square stays, near the largest sum of
     magnitudes, so that A and its transpose both compress. The gradient passes where something stayed.
@@ -336,7 +336,22 @@ def prune(A: Tensor, dim: int = -1, transposable: bool = False) -> Tensor:
     [[0.0, -5.0, 3.0, 0.0, 0.0, 0.0, 0.0, 1.0]]
     """
     check_tensor("prune", "A", A)
+    say_what_float32_keeps(A.dtype)
     return prune_op(A, _axis("prune", dim), flag("prune", "transposable", transposable))
+
+
+_said = False
+
+
+def say_what_float32_keeps(dtype: torch.dtype) -> None:
+    """Once: who prunes float32 may expect two of four."""
+    global _said
+    if dtype == torch.float32 and not is_compiling() and not _said:
+        _said = True
+        _log.warning(
+            "two_four.prune: float32 keeps one of every two (1:2), as the hardware has it; float16 and bfloat16 keep "
+            "two of every four (logged once)"
+        )
 
 
 def check(A: Tensor, dim: int = -1) -> tuple[bool, tuple[int, int] | None]:

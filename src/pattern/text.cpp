@@ -8,6 +8,7 @@
 #include <map>
 #include <mutex>
 #include <numeric>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 
@@ -475,6 +476,42 @@ std::optional<SlicedFrom> sliced_from(const std::string& text) {
   return SlicedFrom{std::move(pattern), {std::stoll(text.substr(bracket + 1)), std::stoll(text.substr(comma + 1))}};
 }
 
+namespace {
+
+/// Insertions, deletions and exchanges of letters between two words.
+std::size_t distance(std::string_view a, std::string_view b) {
+  std::vector<std::size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), std::size_t{0});
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    std::size_t diagonal = std::exchange(row[0], i + 1);
+    for (std::size_t j = 0; j < b.size(); ++j) {
+      const std::size_t changed = diagonal + (a[i] == b[j] ? 0 : 1);
+      diagonal = std::exchange(row[j + 1], std::min({changed, row[j + 1] + 1, row[j] + 1}));
+    }
+  }
+  return row.back();
+}
+
+/// The family that a name is nearest to, if it is within a third of its letters; else the one that it begins.
+std::string nearest(const std::string& given) {
+  std::string best;
+  std::size_t least = std::max<std::size_t>(1, given.size() / 3) + 1;
+  for (const auto& [name, maker] : families()) {
+    if (const std::size_t far = distance(given, name); far < least) {
+      best = name;
+      least = far;
+    }
+  }
+  for (const auto& [name, maker] : families()) {
+    if (best.empty() && given.size() >= 3 && name.starts_with(given)) {
+      best = name;
+    }
+  }
+  return best;
+}
+
+}  // namespace
+
 PatternPtr make(const Call& call) {
   const auto family = families().find(call.name);
   if (family != families().end()) {
@@ -484,7 +521,9 @@ PatternPtr make(const Call& call) {
   for (const auto& [name, maker] : families()) {
     known += (known.empty() ? "" : ", ") + name;
   }
-  throw Error("Pattern.parse", "text", "one of " + known, "'" + call.name + "'");
+  const std::string near = nearest(call.name);
+  throw Error("Pattern.parse", "text", "one of " + known,
+              "'" + call.name + "'" + (near.empty() ? "" : "; did you mean " + near + "?"));
 }
 
 }  // namespace text

@@ -203,3 +203,14 @@ def test_a_function_is_not_saved():
     fw.nn.MultiheadAttention(32, 4, P.full(8)).load_state_dict(attn.state_dict())
     attn.load_state_dict(fw.nn.MultiheadAttention(32, 4, P.full(8)).state_dict())
     torch.nn.MultiheadAttention(32, 4).load_state_dict(attn.state_dict())
+
+
+def test_a_sequence_of_one_is_for_all_heads(device):
+    pattern, x = P.sliding_window(9, 2, 1), torch.randn(2, 9, 32, device=device)
+    one = fw.nn.MultiheadAttention(32, 4, [pattern]).to(device)
+    assert one.pattern == pattern and fw.structure(one)["layers"][""]["pattern"] == pattern.text
+    made = fw.nn.MultiheadAttention(32, 4, lambda rows, cols: [pattern]).to(device)
+    made.load_state_dict(one.state_dict())
+    assert torch.equal(made(x)[0], one(x)[0])
+    q = torch.randn(2, 4, 9, 8, device=device)
+    assert torch.equal(fw.attention(q, q, q, [pattern]), fw.attention(q, q, q, pattern))

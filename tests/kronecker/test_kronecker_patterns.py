@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import fretwork as fw
 from fretwork import _library
+from fretwork.patterns.kronecker import projected
 from fretwork.patterns.pattern import opened
 
 P = fw.KroneckerPattern
@@ -244,3 +245,11 @@ def test_the_largest_butterfly_fits_its_room():
     assert len(fw.kronecker.butterfly(2**30)) == 30 and fw.kronecker.butterfly(2) == [P(1, 2, 2, 1)]
     with pytest.raises(ValueError, match=r"fewer than 2\^63 elements"):
         fw.kronecker.butterfly(2**62)
+
+
+def test_project_gives_the_same_on_any_number_of_threads():
+    W, patterns = torch.randn(60, 84, dtype=torch.float64).numpy(), fw.kronecker.monarch(60, 84, 6, 7)
+    one, error = projected(W, patterns, 1)
+    for threads in (0, 2, 5, 100):
+        more, same = projected(W, patterns, threads)
+        assert same == error and all((a == b).all() for a, b in zip(one, more, strict=True))

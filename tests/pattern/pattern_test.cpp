@@ -330,6 +330,12 @@ TEST(Text, RefusesBadTexts) {
   const std::string unknown = parse_error("nothing(1)");
   EXPECT_TRUE(unknown.starts_with("Pattern.parse: text: expected one of acsr, axial, ")) << unknown;
   EXPECT_TRUE(unknown.ends_with(", got 'nothing'")) << unknown;
+  const std::pair<const char*, const char*> near[] = {
+      {"stride", "strided"}, {"Causal", "causal"}, {"neighbourhood", "neighborhood"}, {"vertical", "vertical_slash"}};
+  for (const auto& [given, meant] : near) {
+    const std::string error = parse_error(std::string(given) + "(8)");
+    EXPECT_TRUE(error.ends_with("got '" + std::string(given) + "'; did you mean " + meant + "?")) << error;
+  }
   for (const char* text :
        {"", "block", "block(", "block((1,1,1),16,~A", "block((1,1,1),16,~A) x", "block((1,1,1) 16,~A)", "1", "()",
         "block((1,1,99999999999999999999),16,~A)", "block((1,1,1),16,~A) |", "block(1..5)", "block(-)", "\xff\xfe",

@@ -938,6 +938,15 @@ def test_where_dense_wins():
     assert wins(1, 64, b"int64", b"cuda", b"ieee") == -1
 
 
+def test_that_float32_keeps_pairs_is_said_once(caplog, monkeypatch):
+    monkeypatch.setattr(two_four, "_said", False)
+    two_four.prune(torch.randn(4, 8).half())
+    assert not caplog.records
+    fw.nn.SemiSparseLinear(8, 4, trainable="dense")
+    two_four.prune(torch.randn(4, 8))
+    assert len(caplog.records) == 1 and "one of every two (1:2)" in caplog.text
+
+
 def test_fallback_to_the_dense_product(caplog, monkeypatch, device):
     def wins(m, n, k, dtype, device, index, precision):
         assert (m, k, dtype, precision) == (16, 32, b"float32", b"ieee")
@@ -945,6 +954,7 @@ def test_fallback_to_the_dense_product(caplog, monkeypatch, device):
 
     monkeypatch.setattr(two_four, "core", lambda: SimpleNamespace(fretwork_two_four_dense_wins=wins))
     monkeypatch.setattr(two_four, "_warned", False)
+    monkeypatch.setattr(two_four, "_said", True)
     A, bias = pruned(16, 32, device=device), torch.randn(16, device=device)
     s, few, many = two_four.compress(A), torch.randn(2, 32, device=device), torch.randn(500, 32, device=device)
     with caplog.at_level(logging.INFO, "fretwork"):

@@ -19,7 +19,10 @@ needs. Position ids that begin anew inside a row (packed sequences) are not look
 documents, as in `model.config.fretwork_pattern = "document((700, 324), causal=True)"` for rows of 1024 tokens.
 A mask of four dimensions is added to the scores as it is. Where it hides keys from all queries and the pattern would
 count them as positions, it raises: give the padding as (B, Sk) instead. Learned sinks (`s_aux`, as gpt-oss has them)
-are attention's `sinks`.
+are attention's `sinks`. Scores are not stored, so that `output_attentions=True` raises.
+
+Models that `fw.sparsify` changed keep their structure in `save_pretrained` and `from_pretrained`. A program that loads
+one imports this module first: without it transformers warns, and the sparse layers are dense and random.
 """
 
 import functools
@@ -32,6 +35,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from fretwork._torch.arguments import check_tensor
 from fretwork.attention import attention
+from fretwork.compat._structure_in_config import structure_saved
 from fretwork.patterns import Pattern
 
 # Added to the scores of padding; the smallest number there is would be infinite after another is added.
@@ -222,6 +226,11 @@ def attention_forward(
     """What a model calls: q, k, v are (B, H, S, D), the result is (B, S, H, D). `attention_mask` is (B, Sk), 0 or False
     where a key is padding, or something to add to the scores, (B, 1 or H, Sq, Sk)."""
     check_tensor("attention", "q", query)
+    if kwargs.get("output_attentions"):
+        raise NotImplementedError(
+            "attention: output_attentions: expected False, got True; scores are not stored: load the model with "
+            'attn_implementation="eager" to see them'
+        )
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     given, rows, cols = _given(module), query.shape[2], key.shape[2]
     template = _own(causal, sliding_window) if given is None else given
@@ -313,11 +322,12 @@ def _with_pattern(self: Any, requested_attention: str | None, *args: Any, **kwar
 
 @functools.wraps(_save)
 def _save_with_name(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A pattern that was given after the attention was chosen is saved with its name, too."""
+    """A pattern that was given after the attention was chosen is saved with its name, too, and so is the structure."""
     chosen = getattr(self.config, "_attn_implementation", None) == "fretwork"
     if chosen and getattr(self.config, "fretwork_pattern", None) is not None:
         _remember(self.config)
-    return _save(self, *args, **kwargs)
+    with structure_saved(self):
+        return _save(self, *args, **kwargs)
 
 
 AttentionInterface.register("fretwork", attention_forward)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -364,7 +365,7 @@ def project(W: ArrayLike, patterns: Sequence[KroneckerPattern]) -> tuple[list[ja
     if W.ndim != 2:
         fail("project", "W", "an (out, in) matrix", W.shape)
     _check_values("project", "W", W)
-    weights, error = projected(np.asarray(W).astype(np.float64), patterns)
+    weights, error = projected(np.asarray(W).astype(np.float64), patterns, os.cpu_count() or 1)
     return [jnp.asarray(w, W.dtype) for w in weights], error
 
 

@@ -306,12 +306,12 @@ def _checked(pattern: Any, heads: int, argument: str = "pattern") -> Any:
         raise TypeError(
             f"{_OP}: {argument}: expected {kinds}, got {type(pattern).__name__}{ways.get(type(pattern), '')}"
         )
-    if len(pattern) != heads:
+    if len(pattern) not in (1, heads):
         raise ValueError(f"{_OP}: {argument}: expected one for each of {heads} heads, got {len(pattern)}")
     for n, p in enumerate(pattern):
         if not isinstance(p, Pattern):
             raise TypeError(f"{_OP}: {argument}[{n}]: expected a fretwork.Pattern, got {type(p).__name__}")
-    return tuple(pattern)
+    return pattern[0] if len(pattern) == 1 else tuple(pattern)
 
 
 def _causal(pattern: Pattern, rows: int, cols: int) -> Pattern:

@@ -95,6 +95,7 @@ class SemiSparseLinear(nn.Module):
     def _take(self, weight: Tensor, bias: Tensor | None) -> None:
         learns = weight.requires_grad
         weight = weight.detach()
+        two_four.say_what_float32_keeps(weight.dtype)
         if self.trainable == "dense":
             self.weight = nn.Parameter(weight.clone(), requires_grad=learns)
         else:
@@ -166,14 +167,8 @@ class SemiSparseLinear(nn.Module):
         """The weight as the products see it; of a dense weight that autocast lowers, under autocast."""
         if self.trainable == "values":
             return from_parts(self.values, self.metadata, 1)
-        weight = self._lowered(self.weight)
+        weight = _lowered(self.weight, self.weight)
         return two_four.compress(two_four.prune(weight, transposable=self.prune == "transposable"))
-
-    def _lowered(self, t: Tensor) -> Tensor:
-        """In autocast's dtype where that is on."""
-        device = t.device.type
-        on = device != "meta" and torch.is_autocast_enabled(device) and self.weight.dtype != torch.float64
-        return t.to(torch.get_autocast_dtype(device)) if on else t
 
     def to_dense(self) -> Tensor:
         """The pruned weight as an (out_features, in_features) tensor."""
@@ -186,18 +181,7 @@ class SemiSparseLinear(nn.Module):
                 return two_four.linear(x, from_parts(values, metadata, 1), bias)  # which refuses tangents
             check_tensor("linear", "x", x)
             return rules.linear(values, metadata, x, bias, product_precision("linear", values.dtype, None))
-        check_tensor("linear", "x", x)
-        weight, bias = held(self, "weight"), held(self, "bias")
-        if torch.compiler.is_compiling() or in_autocast():
-            x, weight, bias = self._lowered(x), self._lowered(weight), None if bias is None else self._lowered(bias)
-        how = (self.prune == "transposable", self.decay, product_precision("linear", weight.dtype, None))
-        if called_plainly((x, weight, bias)):
-            bias = None if bias is None else alive(bias)
-            return _apply_pruned(alive(x), alive(weight), bias, *how)  # type: ignore[no-any-return]
-        if not torch.compiler.is_compiling() and in_transform():
-            pruned = two_four.prune(weight.detach(), transposable=how[0])
-            return F.linear(x, _Straight.apply(weight, pruned, self.decay), bias)
-        return PrunedLinear.apply(x, weight, bias, *how)
+        return pruned_linear(x, held(self, "weight"), held(self, "bias"), self.prune == "transposable", self.decay)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "SemiSparseLinear":
         """Only fp32 has pairs: where a change of dtype leaves it, the metadata follows; into it nothing fits."""
@@ -232,6 +216,29 @@ class SemiSparseLinear(nn.Module):
             f"prune={self.prune}, trainable={self.trainable}, kept={group // 2}:{group}"
             + (f", decay={self.decay:g}" if self.decay else "")
         )
+
+
+def pruned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposable: bool, decay: float = 0.0) -> Tensor:
+    """x · prune(weight)ᵀ + bias with a dense weight, as the layer with trainable="dense" computes it."""
+    check_tensor("linear", "x", x)
+    if torch.compiler.is_compiling() or in_autocast():
+        bias = None if bias is None else _lowered(bias, weight)
+        x, weight = _lowered(x, weight), _lowered(weight, weight)
+    how = (transposable, decay, product_precision("linear", weight.dtype, None))
+    if called_plainly((x, weight, bias)):
+        bias = None if bias is None else alive(bias)
+        return _apply_pruned(alive(x), alive(weight), bias, *how)  # type: ignore[no-any-return]
+    if not torch.compiler.is_compiling() and in_transform():
+        pruned = two_four.prune(weight.detach(), transposable=transposable)
+        return F.linear(x, _Straight.apply(weight, pruned, decay), bias)
+    return PrunedLinear.apply(x, weight, bias, *how)
+
+
+def _lowered(t: Tensor, weight: Tensor) -> Tensor:
+    """In autocast's dtype where that is on."""
+    device = t.device.type
+    on = device != "meta" and torch.is_autocast_enabled(device) and weight.dtype != torch.float64
+    return t.to(torch.get_autocast_dtype(device)) if on else t
 
 
 class PrunedLinear(torch.autograd.Function):

@@ -168,7 +168,7 @@ def _patterns(count: int, room: ctypes.Array[ctypes.c_int64]) -> list[KroneckerP
     return [KroneckerPattern(*room[4 * n : 4 * n + 4]) for n in range(count)]
 
 
-def projected(W: np.ndarray, patterns: Any) -> tuple[list[np.ndarray], float]:
+def projected(W: np.ndarray, patterns: Any, threads: int = 1) -> tuple[list[np.ndarray], float]:
     """Weights whose product is near a float64 matrix, and its relative error, as `fretwork.kronecker.project` says."""
     chain, dense, error = kronecker_patterns("project", patterns), np.ascontiguousarray(W), ctypes.c_double()
     weights = [np.empty(p.weight_shape) for p in chain]
@@ -179,6 +179,7 @@ def projected(W: np.ndarray, patterns: Any) -> tuple[list[np.ndarray], float]:
         len(chain),
         (ctypes.c_void_p * len(chain))(*(w.ctypes.data for w in weights)),
         error,
+        threads,
     )
     if status != 0:
         raise RuntimeError(last_error().replace("project: dense:", "project: W:", 1))

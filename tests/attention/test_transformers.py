@@ -296,9 +296,3 @@ def test_packed_sequences(device):
     assert torch.allclose(got, want, atol=1e-4)
     with pytest.raises(ValueError, match=r"one of shape \(49, 49\), got .* of shape \(50, 50\)"):
         ours(ids[:, 1:])
-
-
-def test_static_cache_is_refused(device):
-    ours, _ = twins(LlamaForCausalLM, LlamaConfig(**SIZES), device)
-    with pytest.raises(NotImplementedError, match="static"):
-        ours.generate(tokens(device, 9), max_new_tokens=5, cache_implementation="static")

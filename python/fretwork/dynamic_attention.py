@@ -200,7 +200,10 @@ def block_attention(
     block: int | tuple[int, int],
     options: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:
-    """`fw.attention` with blocks; no pattern stands for every key. `options`: scale, bias, slopes, softcap, dropout_p, seed, precision, padding."""
+    """`fw.attention` with blocks; no pattern stands for every key.
+
+    `options`: scale, bias, slopes, softcap, dropout_p, seed, precision, padding.
+    """
     op = "attention"
     sides = check_sides(op, block)
     texts = pattern_keys(patterns).split("\n")

@@ -1,7 +1,8 @@
-"""Attention on what only the device knows, beside torch's varlen_attn: key blocks, selections, packed documents.
+"""Attention on what only the device knows, beside torch's own: key blocks, selections, packed documents.
 
-    python bench/dynamic_attention.py                      # all three, bf16, D = 128
+    python bench/dynamic_attention.py                      # on a GPU: all three, bf16, D = 128
     python bench/dynamic_attention.py --parts varlen --json rows.json
+    python bench/dynamic_attention.py --device cpu --json rows.json    # blocks beside SDPA with their mask, fp32
 
 TFLOP/s count the scores that are there, two products forward and five backward. Tensors that name keys are random and
 made before the clock starts; the work on them is in the times.
@@ -19,14 +20,30 @@ import torch
 from torch import Tensor
 
 import fretwork as fw
-from timing import medians
+from rows import machine
+from timing import Call, medians, turns
 
-PARTS = ("blocks", "selected", "varlen")
+PARTS = {"cuda": "blocks,selected,varlen", "cpu": "masked"}
 Case = tuple[str, list[Tensor], float, dict[str, Callable[..., Tensor]]]
 
 
 def operands(device: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:
-    return [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def masked(device: torch.device, seq: int, depth: int) -> Iterator[Case]:
+    """Four heads, with blocks of their own, beside SDPA with the same mask."""
+    side, heads = 64, 4
+    inputs = operands(device, *((1, heads, seq, depth),) * 3)
+    mask = torch.rand(1, heads, seq // side, seq // side, device=device) < 0.1
+    elements = mask.repeat_interleave(side, 2).repeat_interleave(side, 3)
+    peers: dict[str, Callable[..., Tensor]] = {
+        "fretwork": partial(fw.attention, blocks=mask, block=side),
+        "sdpa": partial(torch.nn.functional.scaled_dot_product_attention, attn_mask=elements),
+    }
+    name = f"{heads} heads, S = {seq}, D = {depth}, blocks of {side}, density 0.1"
+    yield name, inputs, mask.sum().item() * side * side, peers
 
 
 def blocks(device: torch.device, seq: int, depth: int) -> Iterator[Case]:
@@ -69,6 +86,14 @@ def varlen(device: torch.device, seq: int, depth: int) -> Iterator[Case]:
         yield f"{len(lengths)} documents, the first of {lengths[0]}, causal", inputs, scores, peers
 
 
+def times(calls: dict[str, Call], device: torch.device) -> dict[str, float]:
+    """Milliseconds: medians on a GPU, minima on a CPU, whose cores others may use too. Calls are interleaved."""
+    if device.type == "cuda":
+        return medians(calls, device)
+    of = turns(calls, device, rounds=40, seconds=20.0)
+    return {name: min(ms for turn in all_turns for ms in turn) for name, all_turns in of.items()}
+
+
 def measure(case: Case, device: torch.device, depth: int) -> Iterator[dict[str, object]]:
     name, inputs, scores, peers = case
     results = {peer: call(*inputs) for peer, call in peers.items()}
@@ -78,29 +103,38 @@ def measure(case: Case, device: torch.device, depth: int) -> Iterator[dict[str, 
         p: partial(torch.autograd.grad, o, inputs, weight, retain_graph=True) for p, o in results.items()
     }
     for which, products, calls in (("forward", 2, forward), ("backward", 5, backward)):
-        for peer, ms in medians(calls, device).items():
+        for peer, ms in times(calls, device).items():
             rate = 2 * products * depth * scores / ms / 1e9
-            yield {"case": name, "pass": which, "peer": peer, "ms": round(ms, 4), "tflops": round(rate, 1)}
+            facts = {**machine(device), "dtype": str(inputs[0].dtype).removeprefix("torch.")}
+            facts["of"] = "medians" if device.type == "cuda" else "minima"
+            yield {**facts, "case": name, "pass": which, "peer": peer, "ms": round(ms, 4), "tflops": round(rate, 3)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--seq", type=int, default=16384)
-    parser.add_argument("--depth", type=int, default=128)
+    parser.add_argument("--parts", help="of blocks, selected, varlen and masked")
+    parser.add_argument("--seq", type=int, help="16384, on a CPU 2048")
+    parser.add_argument("--depth", help="head dims, 128, on a CPU 64,128")
+    parser.add_argument("--threads", default="", help="on a CPU 1,2")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device, rows = torch.device(options.device), []
-    for part in options.parts.split(","):
-        for case in {"blocks": blocks, "selected": selected, "varlen": varlen}[part](
-            device, options.seq, options.depth
-        ):
-            for row in measure(case, device, options.depth):
-                rows.append(row)
-                print(f"{row['case']:52} {row['pass']:9} {row['peer']:9} {row['ms']:9} ms {row['tflops']:7} TFLOP/s")
+    on_cpu = device.type == "cpu"
+    parts = {"blocks": blocks, "selected": selected, "varlen": varlen, "masked": masked}
+    seq, depths = options.seq or (2048 if on_cpu else 16384), options.depth or ("64,128" if on_cpu else "128")
+    for threads in (options.threads or ("1,2" if on_cpu else "0")).split(","):
+        if int(threads):
+            torch.set_num_threads(int(threads))
+        for part in (options.parts or PARTS[device.type]).split(","):
+            for depth in map(int, depths.split(",")):
+                for case in parts[part](device, seq, depth):
+                    for row in measure(case, device, depth):
+                        rows.append(row)
+                        shown = f"{row['case']:52} {row['pass']:9} {row['peer']:9} {row['ms']:9} ms"
+                        print(shown, f"{row['tflops']:7} TFLOP/s", f"{threads} threads" if on_cpu else "")
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        options.json.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
 
 
 if __name__ == "__main__":

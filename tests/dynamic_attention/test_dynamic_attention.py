@@ -507,21 +507,29 @@ def test_compiled_once(device, call):
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 3), (12, 2), (5, 1)], ids=str)
 def test_threads_change_nothing(device, heads):
-    """Lists of each head, of which each thread takes some heads, or all threads each."""
+    """Lists or patterns of each head, of which each thread takes some heads, or all threads each."""
     if device.type != "cpu":
         pytest.skip("about a CPU's threads")
     seq, threads = (300, 330), torch.get_num_threads()
     blocks = torch.rand(2, heads[0], 10, 6) < 0.4
     inputs = make(device, torch.float32, seq, 2, heads)
-    want, _ = dense(*(t.detach().double() for t in inputs), blocks_mask(blocks, seq, (32, 64), heads[0]))
-    found = []
-    try:
-        for count in (1, 2, 3, 4):
-            torch.set_num_threads(count)
-            o = fw.attention(*inputs, blocks=blocks, block=(32, 64))
-            assert_close(o, want, torch.float32)
-            found.append((o, *torch.autograd.grad(o.square().sum(), inputs)))
-    finally:
-        torch.set_num_threads(threads)
-    for others in found[1:]:
-        assert all(torch.equal(x, y) for x, y in zip(found[0], others, strict=True))
+    kinds = [fw.patterns.causal(seq), fw.patterns.sliding_window(seq, 40, 3)]
+    patterns = [kinds[h % 2] for h in range(heads[0])]  # one pattern for several key heads, not for all
+    masks = blocks_mask(blocks, seq, (32, 64), heads[0]), torch.stack([p.mask() for p in patterns])
+    calls = [
+        lambda: fw.attention(*inputs, blocks=blocks, block=(32, 64)),
+        lambda: fw.attention(*inputs, patterns),
+    ]
+    for call, mask in zip(calls, masks, strict=True):
+        want, _ = dense(*(t.detach().double() for t in inputs), mask)
+        found = []
+        try:
+            for count in (1, 2, 3, 4):
+                torch.set_num_threads(count)
+                o = call()
+                assert_close(o, want, torch.float32)
+                found.append((o, *torch.autograd.grad(o.square().sum(), inputs)))
+        finally:
+            torch.set_num_threads(threads)
+        for others in found[1:]:
+            assert all(torch.equal(x, y) for x, y in zip(found[0], others, strict=True))

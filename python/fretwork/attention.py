@@ -8,7 +8,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from fretwork._shapes import check_slopes, every_key, flat_patterns
+from fretwork._shapes import check_no_block, check_slopes, every_key, flat_patterns
 from fretwork._torch.arguments import as_number, check_tensor, dtype_name, pattern_keys, precision_name
 from fretwork._torch.attention import attention_op, attention_output, attention_plainly
 from fretwork._torch.differentiable import called_with_tensors
@@ -168,7 +168,7 @@ def attention(
     True
     """
     short = scale is None and bias is None and not return_lse and key_padding_mask is None and precision is None
-    short = short and blocks is None and sinks is None
+    short = short and blocks is None and sinks is None and block == 128
     plain = type(softcap) is type(dropout_p) is float and softcap == dropout_p == 0
     if short and plain and isinstance(pattern, Pattern) and called_with_tensors(q, k, v) and q.is_cpu:
         try:
@@ -188,12 +188,17 @@ def attention(
         check_tensor(op, "key_padding_mask", key_padding_mask)
     if sinks is not None:
         check_tensor(op, "sinks", sinks)
-    if pattern is None:
+    if pattern is None and blocks is None:
         pattern = every_key(op, q.shape, k.shape)
-    patterns = (pattern,) if isinstance(pattern, Pattern) else flat_patterns(op, pattern, q.shape)
+    if pattern is None:  # its text would be another for each length
+        patterns: tuple[Pattern, ...] = ()
+    else:
+        patterns = (pattern,) if isinstance(pattern, Pattern) else flat_patterns(op, pattern, q.shape)
     keys = pattern_keys(patterns)
     if blocks is not None:
         check_sinks(op, sinks, q, q.shape[1] if q.dim() == 4 else 0)
+    else:
+        check_no_block(op, block)
     if scale is not None:
         scale = as_number(op, "scale", scale)
     rate = as_number(op, "dropout_p", dropout_p)

@@ -23,6 +23,7 @@ from fretwork.jax._handlers import (
     one_by_one,
     operand,
 )
+from fretwork.jax.dynamic_attention import BlockCall, BlockLists, block_attention, given_blocks
 from fretwork.patterns import Pattern
 
 Patterns = Pattern | Sequence[Pattern] | Sequence[Sequence[Pattern]]
@@ -214,6 +215,8 @@ def attention(
     key_padding_mask: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     precision: str | None = None,
+    blocks: ArrayLike | BlockLists | None = None,
+    block: int | tuple[int, int] = 128,
 ) -> jax.Array: ...
 
 
@@ -233,6 +236,8 @@ def attention(
     key_padding_mask: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     precision: str | None = None,
+    blocks: ArrayLike | BlockLists | None = None,
+    block: int | tuple[int, int] = 128,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -252,6 +257,8 @@ def attention(
     key_padding_mask: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     precision: str | None = None,
+    blocks: ArrayLike | BlockLists | None = None,
+    block: int | tuple[int, int] = 128,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
@@ -270,16 +277,22 @@ def attention(
     key_padding_mask: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     precision: str | None = None,
+    blocks: ArrayLike | BlockLists | None = None,
+    block: int | tuple[int, int] = 128,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention in which a query sees the keys that `pattern` holds; arguments as `fretwork.attention` has them.
 
     q is (B, Hq, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), Hq a multiple of Hk. `bias` broadcasts to (B, Hq, Sq, Sk)
     or is `alibi(slopes)`. Keys where `key_padding_mask` (B, Sk) is True are not seen. `sinks` (Hq,) are scores that
     join the sum of each query of a head. Dropout takes a key of `jax.random`. With `return_lse` the result is (o, lse).
+    `blocks` are key blocks that only the device knows, a bool array or `fretwork.jax.BlockLists`, of the sides `block`.
 
     >>> import fretwork as fw
     >>> q = k = v = jnp.ones((1, 2, 50, 16))
     >>> attention(q, k, v, fw.Pattern.parse("strided(50, 8)")).shape
+    (1, 2, 50, 16)
+    >>> blocks = jnp.eye(4, dtype=bool)[None, None]
+    >>> attention(q, k, v, fw.patterns.causal(50), blocks=blocks, block=16).shape
     (1, 2, 50, 16)
     """
     op = "attention"
@@ -301,9 +314,16 @@ def attention(
     if sinks is not None:
         extras["sinks"] = array(op, "sinks", sinks)
     arrays = [array(op, name, x) for name, x in zip("qkv", (q, k, v), strict=True)]
+    numbers = (None if scale is None else number(op, "scale", scale), number(op, "softcap", softcap), rate)
+    if blocks is not None:
+        patterns = () if pattern is None else _shapes.flat_patterns(op, pattern, arrays[0].shape)
+        given = given_blocks(op, blocks)
+        call = BlockCall(patterns, len(given) == 2, _shapes.check_sides(op, block), *numbers, precision)
+        o, lse = block_attention(call, *arrays, given, extras)
+        return (o, lse) if return_lse else o
+    _shapes.check_no_block(op, block)
     if pattern is None:
         pattern = _shapes.every_key(op, arrays[0].shape, arrays[1].shape)
     patterns = _shapes.flat_patterns(op, pattern, arrays[0].shape)
-    numbers = (None if scale is None else number(op, "scale", scale), number(op, "softcap", softcap), rate)
     o, lse = _checked_attention(patterns, *numbers, precision, *arrays, extras)
     return (o, lse) if return_lse else o

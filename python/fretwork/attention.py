@@ -14,7 +14,7 @@ from fretwork._torch.attention import attention_op, attention_output, attention_
 from fretwork._torch.differentiable import called_with_tensors
 from fretwork._torch.dynamic_attention import with_sinks
 from fretwork.block_lists import BlockLists
-from fretwork.dynamic_attention import block_attention, check_sinks
+from fretwork.dynamic_attention import block_attention, block_attention_plainly, check_sinks
 from fretwork.patterns import Pattern
 
 __all__ = ["alibi", "attention"]
@@ -168,11 +168,14 @@ def attention(
     True
     """
     short = scale is None and bias is None and not return_lse and key_padding_mask is None and precision is None
-    short = short and blocks is None and sinks is None and block == 128
     plain = type(softcap) is type(dropout_p) is float and softcap == dropout_p == 0
-    if short and plain and isinstance(pattern, Pattern) and called_with_tensors(q, k, v) and q.is_cpu:
+    if short and plain and sinks is None and called_with_tensors(q, k, v):
         try:
-            return attention_plainly(q, k, v, pattern.key)
+            if blocks is not None:
+                if (found := block_attention_plainly(q, k, v, pattern, blocks, block)) is not None:
+                    return found
+            elif isinstance(pattern, Pattern) and q.is_cpu and block == 128:
+                return attention_plainly(q, k, v, pattern.key)
         except (RuntimeError, NotImplementedError):
             pass  # the checks below say what is wrong
     op = "attention"

@@ -22,7 +22,15 @@ from fretwork._shapes import (
     check_starts,
     check_window,
 )
-from fretwork._torch.arguments import as_number, check_tensor, dtype_name, pattern_keys, precision_name
+from fretwork._torch.arguments import (
+    as_number,
+    check_tensor,
+    dtype_name,
+    pattern_keys,
+    precision_name,
+    torch_precision,
+)
+from fretwork._torch.differentiable import called_with_tensors
 from fretwork._torch.dynamic_attention import dynamic_attention_op, has_interval_rows, with_sinks
 from fretwork._torch.registration import operand
 from fretwork.block_lists import BlockLists
@@ -169,6 +177,12 @@ def varlen_attention(
     True
     """
     op = "varlen_attention"
+    plain = scale is None and sinks is None and type(causal) is bool and max_q is None and max_k is None
+    if plain and window == (None, None) and called_with_tensors(q, k, v, cu_q, cu_q if cu_k is None else cu_k):
+        try:
+            return _varlen_plainly(q, k, v, cu_q, cu_q if cu_k is None else cu_k, causal, return_lse)
+        except (RuntimeError, NotImplementedError, IndexError):
+            pass  # the checks below say what is wrong
     for name, x in {"q": q, "k": k, "v": v, "cu_q": cu_q, **({} if cu_k is None else {"cu_k": cu_k})}.items():
         check_tensor(op, name, x)
     check_packed(op, [operand(n, x) for n, x in zip("qkv", (q, k, v), strict=True)])
@@ -180,7 +194,7 @@ def varlen_attention(
     check_sinks(op, sinks, q, q.shape[1])
     number = None if scale is None else as_number(op, "scale", scale)
     o, lse = dynamic_attention_op(
-        *(x.transpose(0, 1)[None] for x in (q, k, v)),
+        *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
         *("", None, None, None, None, starts[0], starts[-1], sizes, number, None, None, 0.0, 0.0, None),
         *(precision_name(op, None), None),
     )
@@ -189,6 +203,40 @@ def varlen_attention(
         o, lse = with_sinks(o, lse, sinks, (row >= starts[0][:1]) & (row < starts[0][-1:]))
     o = o.squeeze(0).transpose(0, 1)  # not o[0], whose gradient is a copy
     return (o, lse.squeeze(0)) if return_lse else o
+
+
+def _varlen_plainly(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`varlen_attention` of plain tensors without options, which the core checks."""
+    o, lse = dynamic_attention_op(
+        *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
+        *("", None, None, None, None, cu_q, cu_k, (1, 1, int(causal), -1, -1, -1, -1)),
+        *(None, None, None, 0.0, 0.0, None, torch_precision(), None),
+    )
+    o = o.squeeze(0).transpose(0, 1)  # not o[0], whose gradient is a copy
+    return (o, lse.squeeze(0)) if return_lse else o
+
+
+def block_attention_plainly(q: Tensor, k: Tensor, v: Tensor, pattern: Any, blocks: Any, block: Any) -> Tensor | None:
+    """`fw.attention` with blocks and without options, of plain tensors, which the core checks; None for other calls."""
+    mask, counts, indices = None, None, None
+    if isinstance(blocks, BlockLists):
+        counts, indices = blocks.counts, blocks.indices
+        plain = called_with_tensors(counts, indices)
+    else:
+        mask = blocks
+        plain = called_with_tensors(mask)
+    sides = (block, block) if type(block) is int else block
+    if not plain or type(sides) is not tuple or [type(side) for side in sides] != [int, int]:
+        return None
+    if pattern is not None and not isinstance(pattern, Pattern):
+        return None
+    o, _ = dynamic_attention_op(
+        *(q, k, v, "" if pattern is None else pattern.key, mask, counts, indices, None, None, None),
+        *((*sides, 0, -1, -1, -1, -1), None, None, None, 0.0, 0.0, None, torch_precision(), None),
+    )
+    return o  # type: ignore[no-any-return]
 
 
 def block_attention(

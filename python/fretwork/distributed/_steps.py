@@ -29,7 +29,7 @@ _FEW_RANGES = 8
 
 @dataclass(frozen=True)
 class Places:
-    """Ranges along a dimension, as one tensor that holds them in a row sees them."""
+    """Rows (dimension 2) of a tensor, as ranges."""
 
     ranges: tuple[Range, ...]
     _index: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
@@ -39,7 +39,7 @@ class Places:
         return sum(last - first for first, last in self.ranges)
 
     def take(self, t: torch.Tensor) -> torch.Tensor:
-        """These rows (dimension 2) of a tensor, a view of it where they are one range."""
+        """The rows: a view where they are one range."""
         if len(self.ranges) == 1:
             first, last = self.ranges[0]
             return t[:, :, first:last]
@@ -47,23 +47,19 @@ class Places:
             return torch.cat([t[:, :, first:last] for first, last in self.ranges], 2)
         return t.index_select(2, self._at(t.device))
 
-    def put(self, t: torch.Tensor, rows: torch.Tensor) -> None:
-        """Writes rows there."""
-        self._write(t, rows, add=False)
-
-    def add(self, t: torch.Tensor, rows: torch.Tensor) -> None:
-        """Adds rows there. No place is named twice, so the order does not matter."""
-        self._write(t, rows, add=True)
-
-    def _write(self, t: torch.Tensor, rows: torch.Tensor, add: bool) -> None:
+    def put(self, t: torch.Tensor, rows: torch.Tensor, add: bool = False) -> None:
+        """Writes or adds rows there. No place is named twice, so the order does not matter."""
         if len(self.ranges) > _FEW_RANGES:
             index = self._at(t.device)
-            t[:, :, index] = t[:, :, index] + rows if add else rows.to(t.dtype)
+            t[:, :, index] = t[:, :, index] + rows if add else rows
             return
         done = 0
         for first, last in self.ranges:
             part = rows[:, :, done : done + last - first]
-            t[:, :, first:last].add_(part) if add else t[:, :, first:last].copy_(part)
+            if add:
+                t[:, :, first:last] += part
+            else:
+                t[:, :, first:last] = part
             done += last - first
 
     def _at(self, device: torch.device) -> torch.Tensor:
@@ -84,16 +80,16 @@ class Source:
 
 @dataclass(frozen=True)
 class Step:
-    """Attention of some of the rank's rows on one piece of keys, both as places in the rank's own rows or in all keys."""
+    """Attention of some of a rank's rows on one piece of keys."""
 
-    rows: Range
-    keys: Range
+    rows: Range  # among the rank's
+    keys: Range  # among all
     patterns: tuple[Pattern, ...]
     own: tuple[Range, Range] | None  # places among the rank's keys, and the same in the piece
     sources: tuple[Source, ...]
-    merges: bool  # into what the rows have, else it is their first
-    pad_rows: int = 0  # empty rows and keys at the end
-    pad_keys: int = 0
+    merges: bool  # with what the rows have, else it is their first
+    pad_rows: int  # empty rows and keys at the end
+    pad_keys: int
 
     @property
     def length(self) -> int:
@@ -112,8 +108,6 @@ class Plan:
     """A rank's part of an attention. Peers are ranks of the group."""
 
     rank: int
-    rows: Range
-    keys: Range
     receives: dict[int, int]  # rows of keys by peer
     gives: dict[int, Places]  # of the rank's own keys
     steps: tuple[Step, ...]  # in the order in which their keys come
@@ -125,44 +119,41 @@ def plan_of(patterns: tuple[Pattern, ...], rows: Ranges, keys: Ranges, rank: int
     """The plan of a rank. `aligned` ends the keys of each step at the position of its last row, as slopes need."""
     distinct = tuple(dict.fromkeys(patterns))
     needs = [_needs(distinct, rows[peer], keys) for peer in range(len(rows))]
-    mine = {peer: found for peer, found in needs[rank].items() if peer != rank}
+    for peer, found in enumerate(needs):
+        found.pop(peer, None)
     first = keys[rank][0]
     gives = {
         peer: Places(tuple((a - first, b - first) for a, b in found[rank]))
         for peer, found in enumerate(needs)
-        if peer != rank and found.get(rank)
+        if rank in found
     }
-    received = [sum(b - a for p, found in needs[r].items() if p != r for a, b in found) for r in range(len(rows))]
-    steps = _Planner(patterns, distinct, rows[rank], keys, rank, mine, aligned).steps()
+    received = [sum(_count(ranges) for ranges in found.values()) for found in needs]
     return Plan(
         rank,
-        rows[rank],
-        keys[rank],
-        {peer: sum(b - a for a, b in found) for peer, found in mine.items()},
+        {peer: _count(ranges) for peer, ranges in needs[rank].items()},
         gives,
-        tuple(steps),
-        tuple(count > end - begin for count, (begin, end) in zip(received, keys, strict=True)),
+        tuple(_Planner(patterns, rows[rank], keys, rank, needs[rank], aligned).steps()),
+        tuple(count > last - first for count, (first, last) in zip(received, keys, strict=True)),
     )
+
+
+def _count(ranges: Iterable[Range]) -> int:
+    return sum(last - first for first, last in ranges)
 
 
 def _needs(patterns: Iterable[Pattern], rows: Range, keys: Ranges) -> dict[int, list[Range]]:
     """The keys that some rows have, by the rank that has them."""
     tables = [keys_of_rows(pattern, rows, keys) for pattern in patterns]
     found: dict[int, list[Range]] = {}
-    if len(tables) == 1:
-        for rank, first, last in tables[0].tolist():
-            found.setdefault(rank, []).append((first, last))
-        return found
-    every = np.concatenate(tables)
-    for rank in np.unique(every[:, 0]).tolist():
-        found[rank] = _joined(every[every[:, 0] == rank, 1:].tolist())
-    return found
+    for rank, first, last in np.concatenate(tables).tolist():
+        found.setdefault(rank, []).append((first, last))
+    return found if len(tables) == 1 else {rank: _joined(ranges) for rank, ranges in found.items()}
 
 
-def _joined(ranges: Iterable[Sequence[int]]) -> list[Range]:
+def _joined(ranges: Iterable[Range]) -> list[Range]:
     """The same places as ranges that are as long as can be, in order."""
     every: list[Range] = []
-    for first, last in sorted((int(a), int(b)) for a, b in ranges):
+    for first, last in sorted(ranges):
         if every and first <= every[-1][1]:
             every[-1] = (every[-1][0], max(every[-1][1], last))
         else:
@@ -170,9 +161,13 @@ def _joined(ranges: Iterable[Sequence[int]]) -> list[Range]:
     return every
 
 
-def _parts_of(piece: Range, ranges: Iterable[Range]) -> list[Range]:
-    """What the ranges have of a piece."""
-    return [(max(a, piece[0]), min(b, piece[1])) for a, b in ranges if max(a, piece[0]) < min(b, piece[1])]
+def _hull(ranges: Sequence[Range]) -> Range | None:
+    return (min(a for a, _ in ranges), max(b for _, b in ranges)) if ranges else None
+
+
+def _meet(a: Range, b: Range) -> Range | None:
+    both = max(a[0], b[0]), min(a[1], b[1])
+    return both if both[0] < both[1] else None
 
 
 class _Planner:
@@ -181,31 +176,29 @@ class _Planner:
     def __init__(
         self,
         patterns: tuple[Pattern, ...],
-        distinct: tuple[Pattern, ...],
         rows: Range,
         keys: Ranges,
         rank: int,
         needs: dict[int, list[Range]],
         aligned: bool,
     ) -> None:
-        self.patterns, self.distinct, self.rows, self.keys, self.rank = patterns, distinct, rows, keys, rank
-        self.needs, self.aligned, self.own = needs, aligned, keys[rank]
-        self.sizes = patterns[0].shape[-2:]
+        self.patterns, self.distinct = patterns, tuple(dict.fromkeys(patterns))
+        self.rows, self.keys, self.rank, self.own = rows, keys, rank, keys[rank]
+        self.needs, self.aligned = needs, aligned
 
     def steps(self) -> list[Step]:
         if self.rows[0] == self.rows[1]:
             return []
-        halo = self._halo()
-        world = len(self.keys)
-        first = self._blocks(halo)
-        # Those whose keys are here come first, and others in the order in which peers send.
-        first.sort(key=lambda step: max(((self.rank - s.peer) % world for s in step.sources), default=0))
-        return first + [step for d in range(1, world) for step in self._far((self.rank - d) % world, halo)]
+        halo, world = self._halo(), len(self.keys)
+        peers = [(self.rank - d) % world for d in range(1, world)]  # in the order in which they send
+        blocks = self._blocks(halo)
+        blocks.sort(key=lambda step: max((peers.index(source.peer) + 1 for source in step.sources), default=0))
+        return blocks + [step for peer in peers for step in self._far(peer, halo)]
 
     def _halo(self) -> Range:
-        """The rank's own keys with the short ranges beside them."""
+        """The rank's own keys with short ranges beside them."""
         begin, end = self.own
-        every = _joined(r for found in self.needs.values() for r in found)
+        every = _joined(r for ranges in self.needs.values() for r in ranges)
         left = next((a for a, b in every if b == begin), begin)
         right = next((b for a, b in every if a == end), end)
         short = 2 * (begin - left + right - end) <= end - begin
@@ -214,7 +207,7 @@ class _Planner:
     def _blocks(self, halo: Range) -> list[Step]:
         """The rows with their own keys and the halo, each row once."""
         (first, last), (begin, end) = self.rows, self.own
-        top, bottom = first, last  # rows before one and from the other on wait for keys
+        top, bottom = first, last  # rows before the one and from the other on wait for keys
         if halo[0] < begin and (near := self._rows_of((halo[0], begin))):
             top = min(last, first + -(-(near[1] - first) // _TILE) * _TILE)
         if halo[1] > end and (near := self._rows_of((end, halo[1]))):
@@ -224,66 +217,61 @@ class _Planner:
         steps = [self._step((top, bottom), self.own, halo, False)]
         for rows in ((first, top), (bottom, last)):
             if rows[0] < rows[1]:
-                wanted = [r for found in _needs(self.distinct, rows, self.keys).values() for r in _parts_of(halo, found)]
-                piece = (min(a for a, _ in wanted), max(b for _, b in wanted)) if wanted else (begin, begin)
-                steps.append(self._step(rows, piece, halo, False))
+                needed = (r for ranges in _needs(self.distinct, rows, self.keys).values() for r in ranges)
+                piece = _hull([r for both in needed if (r := _meet(both, halo))])
+                steps.append(self._step(rows, piece or (begin, begin), halo, False))
         return steps
 
     def _far(self, peer: int, halo: Range) -> list[Step]:
-        """What comes from a peer beyond the halo, in pieces without long gaps."""
-        found = [r for r in self.needs.get(peer, []) if not halo[0] <= r[0] < halo[1]]
+        """What comes from a peer beside the halo, in pieces without long gaps."""
+        found = [r for r in self.needs.get(peer, []) if not _meet(r, halo)]
         if not found:
             return []
         most = _GAP * (found[-1][1] - found[0][0])
-        pieces = [[found[0]]]
-        for before, r in zip(found, found[1:], strict=False):
-            if r[0] - before[1] > most:
-                pieces.append([])
-            pieces[-1].append(r)
-        steps = []
-        for ranges in pieces:
-            piece = ranges[0][0], ranges[-1][1]
-            rows = self._rows_of(piece)
-            if rows is not None:
-                steps.append(self._step(rows, piece, piece, True))
-        return steps
+        pieces = [found[0]]
+        for r in found[1:]:
+            if r[0] - pieces[-1][1] > most:
+                pieces.append(r)
+            else:
+                pieces[-1] = pieces[-1][0], r[1]
+        return [self._step(rows, piece, piece, True) for piece in pieces if (rows := self._rows_of(piece))]
 
     def _rows_of(self, keys: Range) -> Range | None:
         """From the first to the last of the rank's rows that have some of these keys."""
         first, last = self.rows
-        owners = ((0, first), (first, last), (last, self.sizes[0]))
-        found = [keys_of_rows(pattern.T, keys, owners) for pattern in self.distinct]
-        rows = [(int(a), int(b)) for table in found for rank, a, b in table.tolist() if rank == 1]
-        return (min(a for a, _ in rows), max(b for _, b in rows)) if rows else None
+        owners = ((0, first), (first, last))
+        tables = [keys_of_rows(pattern.T, keys, owners).tolist() for pattern in self.distinct]
+        return _hull([(a, b) for table in tables for owner, a, b in table if owner == 1])
 
     def _step(self, rows: Range, piece: Range, within: Range, merges: bool) -> Step:
-        begin = piece[0]
-        own = _parts_of(piece, [self.own])
-        sources = []
-        for peer, found in self.needs.items():
-            at, taken, places = 0, [], []
-            for a, b in found:
-                if within[0] <= a < within[1]:
-                    for c, d in _parts_of(piece, [(a, b)]):
-                        taken.append((at + c - a, at + d - a))
-                        places.append((c - begin, d - begin))
-                at += b - a
-            if taken:
-                sources.append(Source(peer, Places(tuple(taken)), Places(tuple(places))))
+        """Of the keys that others have only those `within`."""
+        own = _meet(piece, self.own)
         pad_rows = pad_keys = 0
         if self.aligned:
-            short = rows[1] + self.sizes[1] - self.sizes[0] - piece[1]
+            queries, keys = self.patterns[0].shape[-2:]
+            short = rows[1] + keys - queries - piece[1]
             pad_rows, pad_keys = max(-short, 0), max(short, 0)
         return Step(
-            (rows[0] - self.rows[0], rows[1] - self.rows[0]),
+            _moved(rows, -self.rows[0]),
             piece,
             self._sliced(rows, piece, pad_rows, pad_keys),
-            (_moved(own[0], -self.own[0]), _moved(own[0], -begin)) if own else None,
-            tuple(sources),
+            (_moved(own, -self.own[0]), _moved(own, -piece[0])) if own else None,
+            tuple(self._sources(piece, within)),
             merges,
             pad_rows,
             pad_keys,
         )
+
+    def _sources(self, piece: Range, within: Range) -> Iterable[Source]:
+        for peer, ranges in self.needs.items():
+            before, taken, places = 0, [], []
+            for r in ranges:
+                if _meet(r, within) and (both := _meet(r, piece)):
+                    taken.append(_moved(both, before - r[0]))
+                    places.append(_moved(both, -piece[0]))
+                before += r[1] - r[0]
+            if taken:
+                yield Source(peer, Places(tuple(taken)), Places(tuple(places)))
 
     def _sliced(self, rows: Range, keys: Range, pad_rows: int, pad_keys: int) -> tuple[Pattern, ...]:
         known: dict[Pattern, Pattern] = {}

@@ -107,7 +107,7 @@ def shard(pattern: Pattern, world_size: int, align: int = 128) -> Shards:
     with opened(pattern) as handle:
         if core().fretwork_pattern_shard(handle, world_size, align, rows, keys) != 0:
             raise ValueError(last_error())
-    return Shards(pattern, _between(rows), _between(keys))
+    return Shards(pattern, _between(list(rows)), _between(list(keys)))
 
 
 def equal_ranges(length: int, world_size: int) -> Ranges:

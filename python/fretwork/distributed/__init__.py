@@ -6,7 +6,8 @@
 """
 
 from fretwork.distributed.attention import attention
+from fretwork.distributed.layers import ColwiseParallel, RowwiseParallel
 from fretwork.distributed.sequence import gather, scatter
 from fretwork.distributed.shards import Shards, shard
 
-__all__ = ["Shards", "attention", "gather", "scatter", "shard"]
+__all__ = ["ColwiseParallel", "RowwiseParallel", "Shards", "attention", "gather", "scatter", "shard"]

@@ -2,7 +2,10 @@
 
 import os
 import pickle
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -221,6 +224,16 @@ def die(rank, world):
 
 def test_death(on_ranks):
     on_ranks(2, die, dies=[1])
+
+
+def test_example():
+    """torchrun sets what the example asks for."""
+    program = [str(Path(__file__).resolve().parents[2] / "examples/long_context.py"), "--steps", "2", "--length", "256"]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split() for line in done.stdout.splitlines()[-2:]]
+    assert all(len(line) == 3 and abs(float(line[1]) - float(line[2])) < 1e-3 for line in lines)
 
 
 # What is refused

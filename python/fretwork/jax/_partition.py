@@ -35,9 +35,8 @@ def partitioned(
     of_results = [[axis.results[n] for axis in axes] for n in range(len(results))]
 
     def partition(mesh: Mesh, given: Any, made: Any) -> Any:
-        names = [
-            _names(mesh, [(x, dims[n]) for x, dims in zip(given, of_arguments, strict=True)]) for n in range(len(axes))
-        ]
+        operands = [*zip(given, of_arguments, strict=True), *zip(made, of_results, strict=True)]
+        names = [_names(mesh, [(x, dims[n]) for x, dims in operands]) for n in range(len(axes))]
 
         def sharding(rank: int, dims: Dims) -> NamedSharding:
             spec: list[Any] = [None] * rank
@@ -90,10 +89,8 @@ def _rule(
     Heads may be fewer in keys than in queries: the larger dimension is then made of the smaller and another.
     """
     shared = [f"s{n}" for n in range(len(of_arguments[0]))]
-    lengths = [
-        min(shape[dims[n]] for shape, dims in zip(arguments, of_arguments, strict=True) if dims[n] is not None)  # type: ignore[index]
-        for n in range(len(shared))
-    ]
+    operands = [*zip(arguments, of_arguments, strict=True), *zip(results, of_results, strict=True)]
+    lengths = [min(shape[d] for shape, dims in operands if (d := dims[n]) is not None) for n in range(len(shared))]
     alone = (f"w{n}" for n in itertools.count())
     sizes: dict[str, Any] = {}
     whole: list[str] = []

@@ -35,6 +35,7 @@ def test_python(code):
         ("docs/dynamic-sparsity.md", 5),
         ("docs/patterns.md", 6),
         ("docs/kernels.md", 2),
+        ("docs/many-devices.md", 3),
         ("docs/two-four.md", 4),
         ("docs/whole-models.md", 5),
     ],

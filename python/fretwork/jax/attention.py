@@ -23,6 +23,7 @@ from fretwork.jax._handlers import (
     one_by_one,
     operand,
 )
+from fretwork.jax._partition import Axis, partitioned
 from fretwork.jax.dynamic_attention import BlockCall, BlockLists, block_attention, given_blocks
 from fretwork.patterns import Pattern
 
@@ -52,6 +53,24 @@ class _Attention(NamedTuple):
             **{name: np.float64(number) for name, number in numbers.items()},
         }
 
+    def axes(self, arguments: Sequence[jax.Array], count: int) -> list[Axis]:
+        """Batch and heads, of the forward call or of the gradients: the extras follow after `count` operands."""
+        if "d" in self.extras:  # dropped elements are counted from the first of a call
+            return []
+        batch, heads = arguments[0].shape[:2]
+        axes = []
+        for dim, size, own in ((0, batch, "k"), (1, heads, "sz")):
+            if len(self.patterns) > 1 and (dim == 1 or len(self.patterns) != heads):
+                continue
+            of_extras = [
+                (dim if x.shape[dim] == size != 1 else None) if kind == "b" else (0 if kind in own else None)
+                for kind, x in zip(self.extras, arguments[count:], strict=True)
+            ]
+            learned = [d for kind, d in zip(self.extras, of_extras, strict=True) if kind in "bz"]
+            results = [dim] * 2 if count == 3 else [dim] * 3 + learned
+            axes.append(Axis([dim] * count + of_extras, results))
+        return axes
+
     def alone(self, batched: Sequence[bool], heads: int) -> bool:
         """Whether the elements of a vmap have something of their own that a batch shares; the extras come last."""
         own = dict(zip(self.extras, batched[len(batched) - len(self.extras) :], strict=True))
@@ -71,14 +90,17 @@ def _fold_bias(bias: jax.Array, batched: bool, size: int, batch: int) -> jax.Arr
 def _attention_call(p: _Attention, *arguments: jax.Array) -> Sequence[jax.Array]:
     """o and lse of q, k, v and the extras."""
 
-    @custom_vmap
-    def call(*arguments: jax.Array) -> Sequence[jax.Array]:
+    def on_part(*arguments: jax.Array) -> Sequence[jax.Array]:
         q, _, v = arguments[:3]
         results = [
             jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype),
             jax.ShapeDtypeStruct(q.shape[:3], _wide(q.dtype)),
         ]
         return jax.ffi.ffi_call("fretwork_attention", results)(*arguments, **p.options())
+
+    @custom_vmap
+    def call(*arguments: jax.Array) -> Sequence[jax.Array]:
+        return partitioned(on_part, p.axes(arguments, 3), arguments)
 
     @call.def_vmap
     def _(size: int, batched: list[bool], *arguments: jax.Array) -> tuple[Sequence[jax.Array], list[bool]]:
@@ -97,12 +119,15 @@ def _attention_call(p: _Attention, *arguments: jax.Array) -> Sequence[jax.Array]
 def _gradient_call(p: _Attention, *arguments: jax.Array) -> Sequence[jax.Array]:
     """The gradients of q, k, v, bias and sinks, of q, k, v, o, lse, d_o, d_lse and the extras."""
 
-    @custom_vmap
-    def call(*arguments: jax.Array) -> Sequence[jax.Array]:
+    def on_part(*arguments: jax.Array) -> Sequence[jax.Array]:
         learned = [x for kind, x in zip(p.extras, arguments[7:], strict=True) if kind in "bz"]
         like = [*arguments[:3], *learned]
         results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like]
         return jax.ffi.ffi_call("fretwork_attention_backward", results)(*arguments, **p.options())
+
+    @custom_vmap
+    def call(*arguments: jax.Array) -> Sequence[jax.Array]:
+        return partitioned(on_part, p.axes(arguments, 7), arguments)
 
     @call.def_vmap
     def _(size: int, batched: list[bool], *arguments: jax.Array) -> tuple[Sequence[jax.Array], list[bool]]:

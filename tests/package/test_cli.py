@@ -32,19 +32,19 @@ def own_cache(tmp_path: Path) -> dict[str, str]:
 def test_version_and_help() -> None:
     assert re.fullmatch(r"fretwork \d+\.\d+\.\d+\n", ok("--version"))
     top = ok("--help")
-    for command in ("info", "show", "bench", "tune", "two_four", "compile", "cache"):
+    for command in ("info", "show", "advise", "bench", "tune", "report", "two_four", "compile", "cache"):
         assert command in top
         assert "fretwork " + command in ok(command, "--help")
     for suite in ("attention", "block", "conv", "kronecker", "two_four"):
         assert "Example" in ok("bench", suite, "--help")
-    for command in ("show", "two_four", "compile", "cache", "info"):
+    for command in ("show", "advise", "report", "two_four", "compile", "cache", "info"):
         assert "Example" in ok(command, "--help")
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "expected one of info, show, bench, tune, two_four, compile, cache, got nothing"),
+        ([], "expected one of info, show, advise, bench, tune, report, two_four, compile, cache, got nothing"),
         (["frob"], "got frob"),
         (["info", "--frob"], "--frob"),
         (["show"], "PATTERN: expected a value, got nothing"),
@@ -113,6 +113,18 @@ def test_version_and_help() -> None:
         ),
         (["bench", "kronecker", "--patterns", "9999999999,9999999999,1,1"], "--patterns: KroneckerPattern"),
         (["bench", "kronecker", "--batch", "0"], "--batch: expected 1 to"),
+        (["bench", "block", "--rows", "0"], "--rows: expected 1 to 1048576, got '0'"),
+        (
+            ["bench", "kronecker", "--chain", "2,3,4,1;1,2,5,1"],
+            "bench: --chain: expected a factor of 6 in features after (2,3,4,1), got (1,2,5,1)",
+        ),
+        (
+            ["bench", "kronecker", "--chain", "2,3,4"],
+            "bench: --chain: expected a,b,c,d, four whole numbers, got '2,3,4'",
+        ),
+        (["bench", "kronecker", "--chain", "1,2,3,4", "--backward"], "--backward"),
+        (["bench", "kronecker", "--chain", "1,2,3,4", "--grid", "paper"], "--grid"),
+        (["report"], "FILE: expected a value, got nothing"),
         (
             ["bench", "kronecker", "--algos", "kernel,bmm"],
             "--algos: expected some of kernel,dense (torch's are in bench/compare_kronecker.py), got 'bmm'",

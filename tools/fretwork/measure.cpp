@@ -7,6 +7,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <set>
 #include <utility>
 
 #include "core/element.h"
@@ -150,6 +151,31 @@ void Data::clear() {
     cuda::fill_zero(view_.data, bytes, nullptr);
   } else {
     std::memset(view_.data, 0, bytes);
+  }
+}
+
+std::vector<std::int64_t> sample_places(std::int64_t count, std::int64_t most, std::mt19937& random) {
+  std::set<std::int64_t> found;
+  for (std::int64_t n = 0; n < std::min<std::int64_t>(count, 3); ++n) {
+    found.insert({n, count - 1 - n});
+  }
+  std::uniform_int_distribution<std::int64_t> any(0, count - 1);
+  while (std::ssize(found) < std::min(count, most)) {
+    found.insert(any(random));
+  }
+  return {found.begin(), found.end()};
+}
+
+double tolerance_of(DType dtype, Precision precision) {
+  switch (dtype) {
+    case DType::f64:
+      return 1e-12;
+    case DType::f32:
+      return precision == Precision::tf32 ? 4e-3 : 2e-5;
+    case DType::f16:
+      return 4e-3;
+    default:
+      return 3e-2;
   }
 }
 

@@ -7,6 +7,7 @@
 #include <initializer_list>
 #include <memory>
 #include <optional>
+#include <random>
 #include <vector>
 
 #include "fretwork/context.h"
@@ -34,6 +35,11 @@ class Data {
   std::vector<std::byte> host_;
   cuda::DeviceBuffer on_device_;
 };
+
+/// Up to `most` of [0, count): the ends, where tails are, and places between them.
+std::vector<std::int64_t> sample_places(std::int64_t count, std::int64_t most, std::mt19937& random);
+/// The error that a result may have, as a share of the largest magnitude, as the tests allow.
+double tolerance_of(DType dtype, Precision precision);
 
 /// Takes the time of calls on one device, which is the current one while this lives.
 class Stopwatch {

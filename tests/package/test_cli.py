@@ -615,6 +615,56 @@ def test_bench_of_an_empty_layout() -> None:
     assert "0.0 GFLOP/s" in ok("bench", "block", "--n", "64", "--block", "32", "--density", "0", "--rounds", "1")
 
 
+def test_bench_block_beside_the_best_dense_product(tmp_path: Path) -> None:
+    rows, whole = tmp_path / "rows.csv", tmp_path / "whole.json"
+    text = ok(*("bench", "block", "--device", "cpu", "--threads", "1", "--rounds", "1", "--n", "96", "--rows", "5,96"),
+              *("--block", "32", "--density", "0.5", "--op", "dsd,dds,sdd,softmax", "--csv", str(rows), "--json"),
+              str(whole))  # fmt: skip
+    assert "dense: the fastest dense product that this program has here" in text
+    table = list(csv.DictReader(rows.read_text().splitlines()))
+    assert [(row["op"], row["rows"]) for row in table] == [
+        *((op, count) for op in ("dsd", "dds", "sdd") for count in ("5", "96")),
+        ("softmax", "96"),
+    ]
+    for row, told in zip(table, json.loads(whole.read_text())["rows"], strict=True):
+        ms, entries, dense = float(row["ms"]), int(row["nnz"]) * 32 * 32, float(row["dense_ms"])
+        assert float(row["speedup"]) == pytest.approx(dense / ms, rel=1e-2) and float(row["floor_ms"]) > 0
+        assert float(row["share"]) == pytest.approx(dense / ms * entries / 96**2, rel=1e-2)
+        work = 8 * entries if row["op"] == "softmax" else 2 * entries * int(row["rows"])
+        assert float(row["rate"]) == pytest.approx(work / ms / 1e6, rel=1e-2)
+        whole_work = 8 * 96**2 if row["op"] == "softmax" else 2 * 96**2 * int(row["rows"])
+        assert float(row["dense_rate"]) == pytest.approx(whole_work / dense / 1e6, rel=1e-2)
+        assert row["dense_by"] == told["dense_by"] and told["floor_ms"] == pytest.approx(
+            float(row["floor_ms"]), rel=1e-3
+        )
+
+
+def test_bench_chains(tmp_path: Path) -> None:
+    rows, whole = tmp_path / "rows.csv", tmp_path / "whole.json"
+    text = small_bench(*("--chain", "6,4,5,1; 1,8,6,4", "--chain", "kronecker(2,3,5,7)", "--dtype", "bf16"),
+                       *("--csv", str(rows), "--json", str(whole)))  # fmt: skip
+    assert "(6,4,5,1) (1,8,6,4)" in text and "batch 48" in text
+    first, second = csv.DictReader(rows.read_text().splitlines())
+    sizes = ("chain", "rows", "in", "out", "parameters")
+    assert [first[name] for name in sizes] == ["(6,4,5,1) (1,8,6,4)", "48", "30", "32", "312"]
+    assert [second[name] for name in sizes] == ["(2,3,5,7)", "48", "70", "42", "210"]
+    rates = json.loads(whole.read_text())
+    for row, told in zip((first, second), rates["rows"], strict=True):
+        moved = 2 * (48 * (told["in"] + told["out"]) + told["parameters"])
+        flops = 2 * 48 * told["parameters"]
+        floor = max(moved / rates["copy_gb_per_s"], flops / rates["dense_gflop_per_s"]) / 1e6
+        assert float(row["floor_ms"]) == pytest.approx(floor, rel=1e-3)
+        assert float(row["over_floor"]) == pytest.approx(told["ms"] / floor, rel=1e-3)
+        assert float(row["speedup"]) == pytest.approx(told["dense_ms"] / told["ms"], rel=1e-2)
+
+
+def test_every_suite_has_the_same_device_and_pages() -> None:
+    calls = [("bench", suite) for suite in ("attention", "block", "conv", "kronecker", "two_four")]
+    for call in [*calls, ("tune", "kronecker"), ("advise",)]:
+        text = " ".join(ok(*call, "--help").split())
+        assert "cpu or cuda:N (the first GPU, else the CPU)" in text and "--html" in text, call
+
+
 def small_bench(*arguments: str) -> str:
     return ok("bench", "kronecker", "--device", "cpu", "--threads", "2", "--rounds", "2", "--batch", "48", *arguments)
 

@@ -148,6 +148,18 @@ def test_names_are_escaped(tmp_path):
     assert "&lt;b&gt;&quot;&amp;" in text and '<b>"&' in Reader(text).cells
 
 
+def test_an_error_of_zero_has_its_mark(tmp_path):
+    """As attention's layers have, which keep all weights."""
+    row = {"kind": "attention", "shape": [], "error": 0.0, "parameters_before": 16, "parameters_after": 16}
+    for others in (0.0, 0.4):
+        rows = [{**row, "name": "a"}, {**row, "name": "b", "error": others}]
+        (tmp_path / "m.json").write_text(json.dumps({"rows": rows}))
+        text = Path(write(tmp_path / "m.json")).read_text()
+        assert "nan" not in text and "inf" not in text
+        marks = sum(tag == "g" and attributes.get("class") == "s0" for tag, attributes in Reader(text).tags)
+        assert marks == 2 * (len(rows) + 1)  # two plots, each with a legend
+
+
 def test_a_report_of_nothing(tmp_path):
     (tmp_path / "m.json").write_text(fw.sparsify(torch.nn.Sequential(torch.nn.ReLU()), {}).to_json())
     assert "0 layers" in Path(write(tmp_path / "m.json")).read_text()

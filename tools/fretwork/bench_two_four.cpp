@@ -92,8 +92,8 @@ class TwoFourReport {
                 {{.title = "Time of each product",
                   .labels = {"m", "k", "n"},
                   .series = {{"ms", "2:4"}, {"dense_ms", "dense"}, {"floor_ms", "floor"}},
-                  .note = std::string(kDenseNote) +
-                          "Floor: half of dense, or the bytes that must move at the rate of a copy."}});
+                  .note = std::string(kDenseNote) + "Floor: half of dense, or the bytes that must move at the rate of "
+                                                    "a copy; caches may hold part of them."}});
   }
 
  private:

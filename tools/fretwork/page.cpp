@@ -77,6 +77,11 @@ std::string escaped(const std::string& text) {
   return out;
 }
 
+std::string spaced(std::string name) {
+  std::ranges::replace(name, '_', ' ');
+  return name;
+}
+
 /// Four significant digits, and thousands apart.
 std::string number_text(double value) {
   if (std::abs(value) < 10000 && value != std::floor(value)) {
@@ -115,21 +120,23 @@ std::optional<std::string> cell_text(const Json& value) {
   return "(" + list + ")";
 }
 
-std::optional<double> mark_of(const Json& row, const Series& series) {
+/// A logarithmic axis has no place for zero.
+std::optional<double> mark_of(const Plot& plot, const Json& row, const Series& series) {
   const auto found = row.find(series.field);
-  if (found == row.end() || !found->is_number() || !(found->get<double>() > 0)) {
+  if (found == row.end() || !found->is_number() || found->get<double>() < 0 ||
+      (!plot.from_zero && found->get<double>() == 0)) {
     return std::nullopt;
   }
   return found->get<double>();
 }
 
-/// A logarithmic axis, in percent of the plot's width.
+/// Places on the axis of a plot, in percent of its width.
 class Axis {
  public:
-  Axis(const Plot& plot, const Json& rows) {
+  Axis(const Plot& plot, const Json& rows) : from_zero_(plot.from_zero) {
     for (const Json& row : rows) {
       for (const Series& series : plot.series) {
-        if (const auto value = mark_of(row, series)) {
+        if (const auto value = mark_of(plot, row, series)) {
           low_ = std::min(low_, *value);
           high_ = std::max(high_, *value);
         }
@@ -137,12 +144,31 @@ class Axis {
     }
     low_ = low_ > high_ ? 1 : low_;
     high_ = std::max(high_, low_ * 1.5);
+    high_ = high_ > 0 ? high_ : 1;
   }
 
-  double place(double value) const { return 3 + 94 * std::log(value / low_) / std::log(high_ / low_); }
+  double place(double value) const {
+    return 3 + 94 * (from_zero_ ? value / high_ : std::log(value / low_) / std::log(high_ / low_));
+  }
 
-  /// 1, 2 and 5 of every decade where they are few, else 1.
-  std::vector<double> ticks() const {
+  std::vector<double> ticks() const { return from_zero_ ? even_ticks() : decade_ticks(); }
+
+ private:
+  /// About five from zero on.
+  std::vector<double> even_ticks() const {
+    double step = std::pow(10, std::floor(std::log10(high_)));
+    while (high_ / step < 4) {
+      step /= 2;
+    }
+    std::vector<double> found;
+    for (int n = 0; n * step <= high_ * (1 + 1e-9); ++n) {
+      found.push_back(n * step);
+    }
+    return found;
+  }
+
+  /// 1, 2 and 5 of every decade where they are few, else 1. The ends where there is hardly any.
+  std::vector<double> decade_ticks() const {
     const double decades = std::log10(high_ / low_);
     std::vector<double> found;
     for (double decade = std::pow(10, std::floor(std::log10(low_))); decade <= high_; decade *= 10) {
@@ -153,10 +179,10 @@ class Axis {
         }
       }
     }
-    return found;
+    return found.size() < 2 ? std::vector{low_, high_} : found;
   }
 
- private:
+  bool from_zero_;
   double low_ = std::numeric_limits<double>::max(), high_ = 0;
 };
 
@@ -224,13 +250,13 @@ std::string row_html(const Plot& plot, const Json& row, const std::string& label
                      const std::string& grid) {
   std::string marks, told;
   for (std::size_t n = plot.series.size(); n-- > 0;) {  // the first is drawn over the others
-    if (const auto value = mark_of(row, plot.series[n])) {
+    if (const auto value = mark_of(plot, row, plot.series[n])) {
       marks += mark_svg(n, fmt::format("{:.2f}%", axis.place(*value)), 11);
       told = fmt::format("{} {} {}{}", plot.series[n].name, number_text(*value), plot.unit,
                          told.empty() ? "" : "; " + told);
     }
   }
-  const auto first = mark_of(row, plot.series.front());
+  const auto first = mark_of(plot, row, plot.series.front());
   return fmt::format(
       "<div class=\"row\"><span class=\"label\" title=\"{0}\">{0}</span>"
       "<svg role=\"img\" aria-label=\"{0}: {1}\"><title>{0}: {1}</title>{2}{3}</svg>"
@@ -241,7 +267,7 @@ std::string row_html(const Plot& plot, const Json& row, const std::string& label
 
 std::string plot_html(const Plot& plot, const Json& rows) {
   const auto used = [&](const Series& series) {
-    return std::ranges::any_of(rows, [&](const Json& row) { return mark_of(row, series).has_value(); });
+    return std::ranges::any_of(rows, [&](const Json& row) { return mark_of(plot, row, series).has_value(); });
   };
   std::string text = fmt::format("<h2>{}, {}</h2>\n<div class=\"legend\">", escaped(plot.title), escaped(plot.unit));
   for (std::size_t n = 0; n < plot.series.size(); ++n) {
@@ -303,7 +329,8 @@ std::string html_of(const Page& page) {
     if (value == "") {
       continue;
     }
-    text += fmt::format("<dt>{}</dt><dd>{}</dd>\n", escaped(name), escaped(cell_text(value).value_or(value.dump())));
+    text += fmt::format("<dt>{}</dt><dd>{}</dd>\n", escaped(spaced(name)),
+                        escaped(cell_text(value).value_or(value.dump())));
   }
   text += "</dl>\n";
   if (!page.rows.empty()) {

@@ -21,7 +21,8 @@ struct Plot {
   std::vector<std::string> labels;  ///< fields that name a row; those that are the same in every row are left out
   std::vector<Series> series;
   std::string unit = "ms";
-  std::string note = {};  ///< what the series mean
+  bool from_zero = false;  ///< a linear axis, in place of a logarithmic one
+  std::string note = {};   ///< what the series mean
 };
 
 struct Page {

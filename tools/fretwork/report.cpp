@@ -68,7 +68,8 @@ Page page_of(const Json& report) {
                 {.title = "What each layer lost",
                  .labels = {"name", "kind"},
                  .series = {{"error", "of the weight"}, {"output_error", "of the output, on the calibration's inputs"}},
-                 .unit = "relative error"}};
+                 .unit = "relative error",
+                 .from_zero = true}};
   page.rows = report["rows"];
   return page;
 }

@@ -17,7 +17,8 @@ WIDTHS = (1280, 390)
 _SAY = """<script>addEventListener('load', () => {
   const marks = [...document.querySelectorAll('.row svg svg g')];
   const inside = marks.filter(mark => { const box = mark.getBoundingClientRect();
-    return box.width > 0 && box.left >= 0 && box.right <= innerWidth; });
+    const plot = mark.closest('.row > svg').getBoundingClientRect();
+    return box.width > 0 && box.left >= plot.left && box.right <= plot.right && plot.right <= innerWidth; });
   const said = parent.document.createElement('p');
   said.textContent = `window=${innerWidth} width=${document.documentElement.scrollWidth} marks=${marks.length} ` +
     `inside=${inside.length} end`;

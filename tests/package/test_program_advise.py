@@ -64,6 +64,11 @@ def test_only_what_fits(sizes, kinds, dtype):
     assert ("nothing else fits" in told["verdict"]) == (kinds == {"dense"})
 
 
+def test_long_sums_of_half_precision():
+    told = advice("131072x16", "--rows", "2", "--dtype", "fp16", "--training")
+    assert {row["kind"] for row in told["rows"]} == {"dense", "two_four", "monarch"}
+
+
 def test_some_kinds():
     assert {row["kind"] for row in advice("64x64", "--kinds", "monarch,two_four")["rows"]} == {
         "dense",

@@ -17,6 +17,8 @@
 namespace fretwork::cli {
 namespace {
 
+constexpr std::uint64_t kOperandSeed = 2;  // not a weight's: products of equal rows would overflow in fp16
+
 std::int64_t bytes_of(const TensorView& view) {
   return view.elements() * static_cast<std::int64_t>(size_of(view.dtype));
 }
@@ -219,9 +221,9 @@ LayerOperands::LayerOperands(const LayerSizes& of, DType type, Device where, boo
       dtype(type),
       device(where),
       training(with_gradients),
-      x(where, type, {of.rows, of.in}),
+      x(where, type, {of.rows, of.in}, kOperandSeed),
       y(where, type, {of.rows, of.out}),
-      d_y(where, type, {with_gradients ? of.rows : 0, of.out}),
+      d_y(where, type, {with_gradients ? of.rows : 0, of.out}, kOperandSeed),
       d_x(where, type, {with_gradients ? of.rows : 0, of.in}),
       d_w(where, type, {with_gradients ? of.out : 0, of.in}) {}
 

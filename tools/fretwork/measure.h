@@ -19,7 +19,7 @@ namespace fretwork::cli {
 /// A tensor of random numbers, row-major, where an op runs.
 class Data {
  public:
-  Data(Device device, DType dtype, std::initializer_list<std::int64_t> sizes);
+  Data(Device device, DType dtype, std::initializer_list<std::int64_t> sizes, std::uint64_t seed = 1);
   const TensorView& view() const { return view_; }
   /// The random number at a place in memory, whatever was written over it since.
   double drawn(std::int64_t at) const;
@@ -30,7 +30,8 @@ class Data {
 
  private:
   TensorView view_;
-  std::shared_ptr<const std::vector<std::byte>> drawn_;  ///< at least drawn_bytes_; all data of a type has the same
+  std::shared_ptr<const std::vector<std::byte>>
+      drawn_;  ///< at least drawn_bytes_; all data of a type and a seed has the same
   std::size_t drawn_bytes_ = 0;
   std::vector<std::byte> host_;
   cuda::DeviceBuffer on_device_;

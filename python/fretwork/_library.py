@@ -28,6 +28,19 @@ def library_path(name: str) -> Path:
     )
 
 
+def program_path() -> Path:
+    """The program `fretwork`: beside the libraries' folder in bin."""
+    given = os.environ.get("FRETWORK_LIB_DIR")
+    folders = [Path(given).parent] if given else [Path(folder) for folder in sys.modules["fretwork"].__path__]
+    for folder in folders:
+        if (file := folder / "bin" / "fretwork").exists():
+            return file
+    raise ImportError(
+        f"fretwork: program: expected fretwork in {' or '.join(str(folder / 'bin') for folder in folders)}, "
+        "got no such file; install the package, or build it (make build) and set FRETWORK_LIB_DIR"
+    )
+
+
 class _Handle(ctypes.Structure):
     """A pattern of the core."""
 

@@ -128,7 +128,7 @@ def advise(
             _verify(recipe, layer, x)
         calls = {key: _call(layer, x, training) for key, layer in layers.items()}
         with torch.cuda.device(where) if where.type == "cuda" else nullcontext():
-            times = medians(calls, where)
+            times = medians(calls, where, seconds=1.0)
     found = [_row(recipe, layer, times[recipe], times[None]) for recipe, layer in layers.items()]
     problem = f"{sizes[2]} row{'s' * (sizes[2] > 1)} of {sizes[0]} → {sizes[1]} in {dtype_name(dtype)}"
     passes = "forward and backward" if training else "forward"

@@ -134,7 +134,9 @@ std::optional<std::vector<Finish>> race(std::span<const TuneCandidate> candidate
         finishes[n].rounds.push_back(candidates[n].round());
       }
     }
-    running = still_running(finishes, static_cast<std::size_t>(round) + 1, options.favourite);
+    if (options.drops) {
+      running = still_running(finishes, static_cast<std::size_t>(round) + 1, options.favourite);
+    }
   }
   return finishes;
 }

@@ -51,6 +51,7 @@ struct RaceOptions {
   /// that three quarters of its rounds are faster than three quarters of the favourite's.
   std::string favourite;
   double margin = 0.02;
+  bool drops = true;  ///< whether slow ones leave early
 };
 
 /// Verifies every candidate, then lets those that are right run in turn, round by round, dropping the slow ones early.

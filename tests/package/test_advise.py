@@ -1,14 +1,12 @@
-"""Advice: which structures are measured, what is said of them, and how calls are timed."""
+"""Advice: which structures are measured, and what is said of them."""
 
 import json
-import time
 
 import pytest
 import torch
 from torch import nn
 
 import fretwork as fw
-from fretwork._timing import medians
 from fretwork.advise import Advice, Row
 from fretwork.recipes import Block, Monarch, TwoFour
 
@@ -81,8 +79,3 @@ def test_a_wrong_layer_is_no_advice(monkeypatch):
     )
     with pytest.raises(RuntimeError, match=r"advise: TwoFour.*: expected the product"):
         fw.advise(64, 64, 4, torch.float32, "cpu")
-
-
-def test_medians_find_the_slower_call():
-    times = medians({"slow": lambda: time.sleep(0.004), "quick": lambda: time.sleep(0.001)}, torch.device("cpu"), 0.2)
-    assert 1 <= times["quick"] < 4 <= times["slow"]

@@ -32,19 +32,19 @@ def own_cache(tmp_path: Path) -> dict[str, str]:
 def test_version_and_help() -> None:
     assert re.fullmatch(r"fretwork \d+\.\d+\.\d+\n", ok("--version"))
     top = ok("--help")
-    for command in ("info", "show", "bench", "tune", "two_four", "compile", "cache"):
+    for command in ("info", "show", "advise", "bench", "tune", "report", "two_four", "compile", "cache"):
         assert command in top
         assert "fretwork " + command in ok(command, "--help")
     for suite in ("attention", "block", "conv", "kronecker", "two_four"):
         assert "Example" in ok("bench", suite, "--help")
-    for command in ("show", "two_four", "compile", "cache", "info"):
+    for command in ("show", "advise", "report", "two_four", "compile", "cache", "info"):
         assert "Example" in ok(command, "--help")
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "expected one of info, show, bench, tune, two_four, compile, cache, got nothing"),
+        ([], "expected one of info, show, advise, bench, tune, report, two_four, compile, cache, got nothing"),
         (["frob"], "got frob"),
         (["info", "--frob"], "--frob"),
         (["show"], "PATTERN: expected a value, got nothing"),
@@ -113,6 +113,18 @@ def test_version_and_help() -> None:
         ),
         (["bench", "kronecker", "--patterns", "9999999999,9999999999,1,1"], "--patterns: KroneckerPattern"),
         (["bench", "kronecker", "--batch", "0"], "--batch: expected 1 to"),
+        (["bench", "block", "--rows", "0"], "--rows: expected 1 to 1048576, got '0'"),
+        (
+            ["bench", "kronecker", "--chain", "2,3,4,1;1,2,5,1"],
+            "bench: --chain: expected a factor of 6 in features after (2,3,4,1), got (1,2,5,1)",
+        ),
+        (
+            ["bench", "kronecker", "--chain", "2,3,4"],
+            "bench: --chain: expected a,b,c,d, four whole numbers, got '2,3,4'",
+        ),
+        (["bench", "kronecker", "--chain", "1,2,3,4", "--backward"], "--backward"),
+        (["bench", "kronecker", "--chain", "1,2,3,4", "--grid", "paper"], "--grid"),
+        (["report"], "FILE: expected a value, got nothing"),
         (
             ["bench", "kronecker", "--algos", "kernel,bmm"],
             "--algos: expected some of kernel,dense (torch's are in bench/compare_kronecker.py), got 'bmm'",
@@ -601,6 +613,56 @@ def test_bench_explains_every_row(suite: tuple[str, ...], problems: list[str], o
 
 def test_bench_of_an_empty_layout() -> None:
     assert "0.0 GFLOP/s" in ok("bench", "block", "--n", "64", "--block", "32", "--density", "0", "--rounds", "1")
+
+
+def test_bench_block_beside_the_best_dense_product(tmp_path: Path) -> None:
+    rows, whole = tmp_path / "rows.csv", tmp_path / "whole.json"
+    text = ok(*("bench", "block", "--device", "cpu", "--threads", "1", "--rounds", "1", "--n", "96", "--rows", "5,96"),
+              *("--block", "32", "--density", "0.5", "--op", "dsd,dds,sdd,softmax", "--csv", str(rows), "--json"),
+              str(whole))  # fmt: skip
+    assert "dense: the fastest dense product that this program has here" in text
+    table = list(csv.DictReader(rows.read_text().splitlines()))
+    assert [(row["op"], row["rows"]) for row in table] == [
+        *((op, count) for op in ("dsd", "dds", "sdd") for count in ("5", "96")),
+        ("softmax", "96"),
+    ]
+    for row, told in zip(table, json.loads(whole.read_text())["rows"], strict=True):
+        ms, entries, dense = float(row["ms"]), int(row["nnz"]) * 32 * 32, float(row["dense_ms"])
+        assert float(row["speedup"]) == pytest.approx(dense / ms, rel=1e-2) and float(row["floor_ms"]) > 0
+        assert float(row["share"]) == pytest.approx(dense / ms * entries / 96**2, rel=1e-2)
+        work = 8 * entries if row["op"] == "softmax" else 2 * entries * int(row["rows"])
+        assert float(row["rate"]) == pytest.approx(work / ms / 1e6, rel=1e-2)
+        whole_work = 8 * 96**2 if row["op"] == "softmax" else 2 * 96**2 * int(row["rows"])
+        assert float(row["dense_rate"]) == pytest.approx(whole_work / dense / 1e6, rel=1e-2)
+        assert row["dense_by"] == told["dense_by"] and told["floor_ms"] == pytest.approx(
+            float(row["floor_ms"]), rel=1e-3
+        )
+
+
+def test_bench_chains(tmp_path: Path) -> None:
+    rows, whole = tmp_path / "rows.csv", tmp_path / "whole.json"
+    text = small_bench(*("--chain", "6,4,5,1; 1,8,6,4", "--chain", "kronecker(2,3,5,7)", "--dtype", "bf16"),
+                       *("--csv", str(rows), "--json", str(whole)))  # fmt: skip
+    assert "(6,4,5,1) (1,8,6,4)" in text and "batch 48" in text
+    first, second = csv.DictReader(rows.read_text().splitlines())
+    sizes = ("chain", "rows", "in", "out", "parameters")
+    assert [first[name] for name in sizes] == ["(6,4,5,1) (1,8,6,4)", "48", "30", "32", "312"]
+    assert [second[name] for name in sizes] == ["(2,3,5,7)", "48", "70", "42", "210"]
+    rates = json.loads(whole.read_text())
+    for row, told in zip((first, second), rates["rows"], strict=True):
+        moved = 2 * (48 * (told["in"] + told["out"]) + told["parameters"])
+        flops = 2 * 48 * told["parameters"]
+        floor = max(moved / rates["copy_gb_per_s"], flops / rates["dense_gflop_per_s"]) / 1e6
+        assert float(row["floor_ms"]) == pytest.approx(floor, rel=1e-3)
+        assert float(row["over_floor"]) == pytest.approx(told["ms"] / floor, rel=1e-3)
+        assert float(row["speedup"]) == pytest.approx(told["dense_ms"] / told["ms"], rel=1e-2)
+
+
+def test_every_suite_has_the_same_device_and_pages() -> None:
+    calls = [("bench", suite) for suite in ("attention", "block", "conv", "kronecker", "two_four")]
+    for call in [*calls, ("tune", "kronecker"), ("advise",)]:
+        text = " ".join(ok(*call, "--help").split())
+        assert "cpu or cuda:N (the first GPU, else the CPU)" in text and "--html" in text, call
 
 
 def small_bench(*arguments: str) -> str:

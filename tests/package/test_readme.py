@@ -37,7 +37,7 @@ def test_python(code):
         ("docs/kernels.md", 2),
         ("docs/many-devices.md", 3),
         ("docs/two-four.md", 4),
-        ("docs/whole-models.md", 5),
+        ("docs/whole-models.md", 6),
     ],
 )
 def test_docs(file, count, tmp_path, monkeypatch):

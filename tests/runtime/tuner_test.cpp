@@ -61,6 +61,15 @@ TEST(Race, DropsLosersEarlyAndKeepsTheRest) {
   EXPECT_EQ((*finishes)[3].rounds, std::vector<double>{2.5});
 }
 
+TEST(Race, KeepsAllWhereAsked) {
+  int fast = 0, hopeless = 0;
+  const TuneCandidate all[] = {with_times("fast", {1.0}, &fast), with_times("hopeless", {99.0}, &hopeless)};
+  const auto finishes = race(all, {.rounds = 5, .favourite = "", .drops = false}, go_on);
+  ASSERT_TRUE(finishes);
+  EXPECT_EQ(fast, 5);
+  EXPECT_EQ((*finishes)[1].rounds, std::vector<double>(5, 99.0));
+}
+
 TEST(Race, OneBadRoundDropsNobody) {
   int unlucky = 0, other = 0;
   const TuneCandidate all[] = {with_times("unlucky", {1.0, 9.0, 1.0, 9.0, 1.0}, &unlucky),

@@ -4,16 +4,21 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
+#include <ctime>
 #include <iterator>
 #include <utility>
 
 #include "commands.h"
 #include "fretwork/error.h"
 #include "machine.h"
+#include "runtime/cublas.h"
 #include "runtime/cuda_driver.h"
+#include "runtime/nvrtc.h"
 #include "runtime/tuned.h"
+#include "terminal.h"
 
 namespace fretwork::cli {
 namespace {
@@ -65,10 +70,15 @@ DType read_dtype(const RunOptions& options, Device device) {
 }
 
 const RunOptions& checked(const RunOptions& options) {
-  if (!options.csv.empty() && options.csv == options.json) {
-    throw UsageError(
-        fmt::format("{}: --json: expected another file than --csv, got {}", options.command, options.json));
-  }
+  const auto refuse_same = [&](const char* name, const std::string& file, const char* other, const std::string& taken) {
+    if (!file.empty() && file == taken) {
+      throw UsageError(
+          fmt::format("{}: {}: expected another file than {}, got {}", options.command, name, other, file));
+    }
+  };
+  refuse_same("--json", options.json, "--csv", options.csv);
+  refuse_same("--html", options.html, "--csv", options.csv);
+  refuse_same("--html", options.html, "--json", options.json);
   return options;
 }
 
@@ -94,23 +104,39 @@ void flush_file(std::ofstream& file, const RunOptions& options, const std::strin
   }
 }
 
+/// "2026-11-18 20:50 UTC".
+std::string now_text() {
+  const std::time_t now = std::time(nullptr);
+  std::array<char, 32> text{};
+  std::tm parts{};
+  gmtime_r(&now, &parts);
+  std::strftime(text.data(), text.size(), "%Y-%m-%d %H:%M UTC", &parts);
+  return text.data();
+}
+
 }  // namespace
 
-void add_machine_options(CLI::App& command, RunOptions& options, const char* device, const char* rounds) {
+void add_machine_options(CLI::App& command, RunOptions& options, const char* rounds) {
   command.add_option("--dtype", options.dtype,
                      fmt::format("float64, float32, float16, bfloat16, or fp64 … bf16{} (float32; on CUDA float16)",
                                  options.bytes ? ", int8, uint8, fp8, fp8_e5m2" : ""));
-  command.add_option("--device", options.device, fmt::format("cpu or cuda:N ({})", device));
+  command.add_option("--device", options.device, "cpu or cuda:N (the first GPU, else the CPU)");
   command.add_option("--threads", options.threads, "Threads on the CPU (all)")
       ->check(CLI::Range(1, 4096).description(""));
   command.add_option("--rounds", options.rounds, fmt::format("Rounds, of which the median counts ({})", rounds))
       ->check(CLI::Range(1, 10000).description(""));
 }
 
-void add_run_options(CLI::App& command, RunOptions& options, const char* device) {
-  add_machine_options(command, options, device);
+void add_html_option(CLI::App& command, RunOptions& options) {
+  options.title = fmt::format("fretwork {} {}", options.command, command.get_name());
+  command.add_option("--html", options.html, "Write a page with plots to this file");
+}
+
+void add_run_options(CLI::App& command, RunOptions& options) {
+  add_machine_options(command, options);
   command.add_option("--csv", options.csv, "Write the rows to this file");
   command.add_option("--json", options.json, "Write the rows, with the machine, to this file");
+  add_html_option(command, options);
 }
 
 void add_explain_option(CLI::App& command, RunOptions& options) {
@@ -125,7 +151,8 @@ Run::Run(const RunOptions& options)
       dtype_(read_dtype(options, device_)),
       executor_(options.threads > 0 ? options.threads : tbb::task_arena::automatic),
       csv_(open_file(options, options.csv)),
-      json_(open_file(options, options.json)) {
+      json_(open_file(options, options.json)),
+      html_(open_file(options, options.html)) {
   if (options.explain && !explains()) {
     fmt::print(stderr, "{}: --explain: kernels are chosen on CUDA only, and this run is on the CPU\n", options.command);
   }
@@ -160,16 +187,40 @@ void Run::csv(const std::string& line) {
   }
 }
 
-void Run::finish(const nlohmann::ordered_json& suite, const nlohmann::ordered_json& rows) {
-  if (options_.json.empty()) {
+Json Run::facts() const {
+  return {{"version", FRETWORK_VERSION}, {"device", name_of(device_)}, {"machine", machine()},
+          {"dtype", name_of(dtype_)},    {"threads", threads()},       {"rounds", rounds()}};
+}
+
+void Run::finish(const Json& suite, const Json& rows, std::vector<Plot> plots) {
+  if (!options_.json.empty()) {
+    Json all = facts();
+    all.update(suite);
+    all["rows"] = rows;
+    json_ << all.dump(2) << '\n';
+    flush_file(json_, options_, options_.json);
+  }
+  write_page({.title = options_.title, .facts = suite, .plots = std::move(plots), .rows = rows});
+}
+
+void Run::write_page(Page page) {
+  if (options_.html.empty()) {
     return;
   }
-  nlohmann::ordered_json all = {{"version", FRETWORK_VERSION}, {"device", name_of(device_)}, {"machine", machine()},
-                                {"dtype", name_of(dtype_)},    {"threads", threads()},       {"rounds", rounds()}};
-  all.update(suite);
-  all["rows"] = rows;
-  json_ << all.dump(2) << '\n';
-  flush_file(json_, options_, options_.json);
+  Json all = {{"machine", machine()}, {"memory", bytes_text(memory_bytes())}};
+  if (device_.type == DeviceType::cuda) {
+    all["memory"] = bytes_text(static_cast<double>(cuda::device_info(device_.index).memory));
+    all["NVRTC"] = nvrtc::library().path.empty() ? "none" : nvrtc::version();
+    all["cuBLASLt"] = cublas::available();
+  }
+  all["dtype"] = name_of(dtype_);
+  all["rounds"] = rounds();
+  all["fretwork"] = FRETWORK_VERSION;
+  all["measured"] = now_text();
+  all.update(page.facts);
+  page.facts = std::move(all);
+  html_ << html_of(page);
+  flush_file(html_, options_, options_.html);
 }
 
 void add_bench(CLI::App& app) {
@@ -181,7 +232,7 @@ void add_bench(CLI::App& app) {
       "  fretwork bench block --n 2048 --block 32,64\n"
       "  fretwork bench conv --layer 256x56 --block 64 --format nhwc\n"
       "  fretwork bench kronecker --grid facts\n"
-      "  fretwork bench two_four --columns 1,64,4096\n"
+      "  fretwork bench two_four --rows 1,64,4096 --html two_four.html\n"
       "  fretwork bench two_four --device cuda:0 --columns 16 --explain");
   add_bench_attention(*bench);
   add_bench_block(*bench);

@@ -121,6 +121,15 @@ double rate_of(const AttentionBench& options, const Pattern& pattern, bool backw
   return (backward ? 10 : 4) * elements * many / ms * 1e-6;
 }
 
+/// Milliseconds of its FLOPs at the rate of full attention, or of moving the operands once at the rate of a copy.
+double floor_of(const AttentionBench& options, const Pattern& pattern, bool backward, DType dtype, double full_rate,
+                double copy_rate) {
+  const auto positions = static_cast<double>(options.batch * options.seq * options.depth);
+  const double moved = 2 * static_cast<double>(options.heads + options.kv_heads) * positions * (backward ? 2 : 1);
+  const double products = rate_of(options, pattern, backward, 1) / full_rate;
+  return std::max(products, moved * static_cast<double>(size_of(dtype)) / copy_rate);
+}
+
 void bench_patterns(AttentionBench options) {
   Run run(options.run);
   const bool gpu = run.device().type == DeviceType::cuda;
@@ -142,11 +151,13 @@ void bench_patterns(AttentionBench options) {
       "elements\n");
   fmt::print("{:<9} {:>8} {:>10} {:>17} {:>8}  {}\n", "pass", "density", "ms", "rate", "of full", "pattern");
   run.csv("device,dtype,threads,pass,batch,heads,kv_heads,seq,depth,density,ms,gflops,share,pattern");
-  nlohmann::ordered_json rows = nlohmann::ordered_json::array();
+  Json rows = Json::array();
+  const double copy_rate = clock.copy_rate();
   Progress progress(static_cast<int>(patterns.size() * options.passes.size()), run.explains());
   for (const std::string& pass : options.passes) {
     const bool backward = pass == "backward";
-    const double all = rate_of(options, *full, backward, one.measure_pass(backward, full, clock));
+    const double full_ms = one.measure_pass(backward, full, clock);
+    const double all = rate_of(options, *full, backward, full_ms);
     for (const PatternPtr& pattern : patterns) {
       progress.show(pass + " " + pattern->text().substr(0, 60));
       clock.explain(run.explains());
@@ -170,11 +181,19 @@ void bench_patterns(AttentionBench options) {
                       {"density", pattern->density()},
                       {"ms", ms},
                       {"gflops", rate},
-                      {"share", rate / all}});
+                      {"share", rate / all},
+                      {"full_ms", full_ms},
+                      {"floor_ms", floor_of(options, *pattern, backward, run.dtype(), all, copy_rate)}});
       progress.advance();
     }
   }
-  run.finish(nlohmann::ordered_json::object(), rows);
+  run.finish({{"batch", options.batch}, {"positions", options.seq}, {"heads", options.heads}, {"depth", options.depth}},
+             rows,
+             {{.title = "Time of each pattern",
+               .labels = {"pass", "pattern"},
+               .series = {{"ms", "this pattern"}, {"full_ms", "every key"}, {"floor_ms", "floor"}},
+               .note = "Floor: the FLOPs at the rate of the same pass with every key, or the operands moved once at "
+                       "the rate of a copy."}});
 }
 
 /// Patterns of 2²⁰ tokens by name; the number makes another one of the same kind, which nobody has planned yet.
@@ -231,7 +250,7 @@ void bench_plans(const AttentionBench& options) {
              run.rounds());
   fmt::print("{:<34} {:>9} {:>9} {:>14} {:>10}\n", "pattern", "made ms", "plan ms", "transposed ms", "plan");
   run.csv("pattern,make_ms,plan_ms,transposed_ms,bytes");
-  nlohmann::ordered_json rows = nlohmann::ordered_json::array();
+  Json rows = Json::array();
   for (const LongPattern& pattern : long_patterns()) {
     std::vector<double> made, planned, transposed;
     double bytes = 0;
@@ -256,7 +275,10 @@ void bench_plans(const AttentionBench& options) {
                     {"transposed_ms", ms[2]},
                     {"bytes", bytes}});
   }
-  run.finish({{"plans", true}}, rows);
+  run.finish({{"plans", true}}, rows,
+             {{.title = "Time of making and planning",
+               .labels = {"pattern"},
+               .series = {{"plan_ms", "plan"}, {"make_ms", "pattern"}, {"transposed_ms", "plan for the gradient"}}}});
 }
 
 }  // namespace
@@ -273,7 +295,7 @@ void add_bench_attention(CLI::App& bench_command) {
   command->add_option("--batch", options->batch, "Batch (1)")->check(size);
   command->add_option("--pass", options->passes, "forward, backward (both)")->delimiter(',');
   command->add_flag("--plans", options->plans, "How long patterns of a million tokens take to make and to plan");
-  add_run_options(*command, options->run, "cuda:0, or cpu where there is none");
+  add_run_options(*command, options->run);
   add_explain_option(*command, options->run);
   command->footer(
       "The rate counts the pattern's elements, two products forward and five backward. It is set against the same\n"

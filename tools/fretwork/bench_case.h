@@ -15,10 +15,10 @@ const char* name_of(BenchOp op);
 /// "GFLOP/s", or "GB/s" where memory is what counts.
 const char* unit_of(BenchOp op);
 
-/// n×n matrices, one head, one batch.
+/// One head, one batch, n×n where blocks are: values · (n × rows), (rows × n) · values, (n × rows) · (rows × n).
 struct BenchCase {
   BenchOp op;
-  std::int64_t n, block;
+  std::int64_t n, rows, block;
   double density;
 };
 
@@ -28,8 +28,6 @@ struct Measurement {
   double rate = 0;  ///< on the non-zeros, in the op's unit
 };
 
-Measurement measure(const BenchCase& one, DType dtype, const Stopwatch& clock);
-/// GFLOP/s of the dense product, every block being there: the machine's peak as this library reaches it.
-double dense_rate(std::int64_t n, DType dtype, const Stopwatch& clock);
+Measurement measure(const BenchCase& one, DType dtype, Stopwatch& clock);
 
 }  // namespace fretwork::cli

@@ -161,7 +161,7 @@ struct ConvTime {
   double ms = 0, rate = 0;  ///< GFLOP/s on the non-zeros
 };
 
-ConvTime measure(const ConvBenchOptions& options, const ConvCase& one, DType dtype, const Stopwatch& clock) {
+ConvTime measure(const ConvBenchOptions& options, const ConvCase& one, DType dtype, Stopwatch& clock) {
   Context context = clock.context();
   const std::int64_t taps = options.kernel * options.kernel, side = out_size(options, one.image);
   const auto layout =
@@ -184,7 +184,7 @@ ConvTime measure(const ConvBenchOptions& options, const ConvCase& one, DType dty
       block_conv2d_backward_values(x.view(), y.view(), layout, values.view(), context, conv);
     }
   };
-  ConvTime time{layout->nnz(), clock.warm(call).ms};
+  ConvTime time{layout->nnz(), clock.cold(call).ms};
   const double entries = static_cast<double>(layout->nnz()) * static_cast<double>(one.block * one.block);
   time.rate = 2 * entries * static_cast<double>(options.batch * side * side) / time.ms * 1e-6;
   return time;
@@ -192,7 +192,9 @@ ConvTime measure(const ConvBenchOptions& options, const ConvCase& one, DType dty
 
 class ConvReport {
  public:
-  ConvReport(Run& run, const ConvBenchOptions& options) : run_(run), options_(options) {}
+  /// `copy_rate`: bytes a millisecond.
+  ConvReport(Run& run, const ConvBenchOptions& options, double copy_rate)
+      : run_(run), options_(options), copy_rate_(copy_rate) {}
 
   void header() {
     fmt::print("{}, {}, median of {} rounds\n", run_.machine(), name_of(run_.dtype()), run_.rounds());
@@ -206,7 +208,15 @@ class ConvReport {
         "dense_gflops,share");
   }
 
-  void add(const ConvCase& one, const ConvTime& time, double dense) {
+  /// `dense_ms`: of the same op with every block there.
+  void add(const ConvCase& one, const ConvTime& time, double dense_ms) {
+    const std::int64_t side = out_size(options_, one.image), taps = options_.kernel * options_.kernel;
+    const auto pixels = static_cast<double>(options_.batch * side * side);
+    const double dense = 2e-6 * static_cast<double>(taps * one.in * one.out) * pixels / dense_ms;
+    const double moved = static_cast<double>(options_.batch * one.image * one.image * one.in) +
+                         pixels * static_cast<double>(one.out) + static_cast<double>(time.nnz * one.block * one.block);
+    const double floor =
+        std::max(time.rate * time.ms / dense, moved * static_cast<double>(size_of(run_.dtype())) / copy_rate_);
     const char* const format = one.channels_last ? "nhwc" : "nchw";
     fmt::print("{:<15} {:<6} {:>13} {:>5} {:>8.4g} {:>8} {:>10.3f} {:>9.1f} {:<7} {:>6.1f} %\n", one.op, format,
                fmt::format("{}x{}x{}", one.in, one.out, one.image), one.block, one.density, time.nnz, time.ms,
@@ -228,7 +238,9 @@ class ConvReport {
                      {"ms", time.ms},
                      {"gflops", time.rate},
                      {"dense_gflops", dense},
-                     {"share", time.rate / dense}});
+                     {"share", time.rate / dense},
+                     {"dense_ms", dense_ms},
+                     {"floor_ms", floor}});
   }
 
   void finish() {
@@ -237,13 +249,18 @@ class ConvReport {
                  {"stride", options_.stride},
                  {"padding", padding_of(options_)},
                  {"dilation", options_.dilation}},
-                rows_);
+                rows_,
+                {{.title = "Time of each layer",
+                  .labels = {"op", "format", "in", "out", "image", "block", "density"},
+                  .series = {{"ms", "sparse"}, {"dense_ms", "every block"}, {"floor_ms", "floor"}},
+                  .note = std::string("Every block: the same op with nothing left out. ") + kFloorNote}});
   }
 
  private:
   Run& run_;
   const ConvBenchOptions& options_;
-  nlohmann::ordered_json rows_ = nlohmann::ordered_json::array();
+  double copy_rate_;
+  Json rows_ = Json::array();
 };
 
 void bench(ConvBenchOptions options) {
@@ -252,8 +269,8 @@ void bench(ConvBenchOptions options) {
   if (options.batch == 0) {
     options.batch = run.device().type == DeviceType::cuda ? 64 : 2;
   }
-  const Stopwatch clock(run.device(), run.executor(), run.rounds(), run.precision(options.precision));
-  ConvReport report(run, options);
+  Stopwatch clock(run.device(), run.executor(), run.rounds(), run.precision(options.precision));
+  ConvReport report(run, options, clock.copy_rate());
   report.header();
   Progress progress(static_cast<int>(cases.size()));
   std::optional<ConvCase> stand_in;
@@ -264,7 +281,7 @@ void bench(ConvBenchOptions options) {
     if (!stand_in || stand_in->op != one.op || stand_in->channels_last != one.channels_last || stand_in->in != one.in ||
         stand_in->out != one.out || stand_in->image != one.image) {
       stand_in = dense_case(one);
-      dense = measure(options, *stand_in, run.dtype(), clock).rate;
+      dense = measure(options, *stand_in, run.dtype(), clock).ms;
     }
     const ConvTime time = measure(options, one, run.dtype(), clock);
     progress.hide();
@@ -278,7 +295,6 @@ void bench(ConvBenchOptions options) {
 
 void add_bench_conv(CLI::App& bench_command) {
   const auto options = std::make_shared<ConvBenchOptions>();
-  options->run.device = "cpu";
   CLI::App* const command = bench_command.add_subcommand("conv", "Block-sparse convolution and its gradients");
   const auto number = [&](const char* name, std::int64_t& place, const char* help, std::int64_t least) {
     command->add_option(name, place, help)->check(CLI::Range(least, std::int64_t{1} << 20).description(""));
@@ -298,7 +314,7 @@ void add_bench_conv(CLI::App& bench_command) {
   command->add_option("--op", options->ops, "forward, backward_x, backward_values (forward)")->delimiter(',');
   command->add_option("--format", options->formats, "nhwc, nchw (both)")->delimiter(',');
   command->add_option("--precision", options->precision, "ieee, tf32 or tf32x3, for float32 on CUDA (ieee)");
-  add_run_options(*command, options->run, "cpu");
+  add_run_options(*command, options->run);
   command->footer(
       "Lists are written with commas. The rate counts non-zeros only. It is set against the same op with every block\n"
       "there, so 100 % means that zeros cost nothing.\n"

@@ -5,12 +5,12 @@
 #include <algorithm>
 #include <cstdio>
 #include <memory>
-#include <numeric>
 
 #include "bench.h"
 #include "commands.h"
 #include "fretwork/ops.h"
 #include "fretwork/two_four.h"
+#include "layers.h"
 #include "measure.h"
 #include "terminal.h"
 
@@ -44,25 +44,6 @@ double sparse_ms(const TwoFourCase& one, DType dtype, Stopwatch& clock) {
   return clock.cold([&] { two_four::linear(x.view(), weight, y.view(), context); }).ms;
 }
 
-/// The dense product that there is here: the block-sparse ones with every block there, whichever of the two is faster;
-/// they have no types of 8 bits, for which bfloat16 stands.
-double dense_ms(const TwoFourCase& one, DType asked, Stopwatch& clock) {
-  const DType dtype = is_byte(asked) ? DType::bf16 : asked;
-  Context context = clock.context();
-  const Device device = clock.device();
-  std::int64_t block = 128;
-  while (std::gcd(one.m, one.k) % block != 0) {
-    --block;
-  }
-  const auto left = random_blocks({1, one.m / block, one.k / block, block, block}, 1.0, 0);
-  const auto right = random_blocks({1, one.k / block, one.m / block, block, block}, 1.0, 0);
-  const Data values(device, dtype, {1, left->nnz(), block, block});
-  const Data x(device, dtype, {1, 1, one.k, one.n}), y(device, dtype, {1, 1, one.m, one.n});
-  const Data rows(device, dtype, {1, 1, one.n, one.k}), out(device, dtype, {1, 1, one.n, one.m});
-  const double as_left = clock.cold([&] { dsd(values.view(), x.view(), left, y.view(), context); }).ms;
-  return std::min(as_left, clock.cold([&] { dds(rows.view(), values.view(), right, out.view(), context); }).ms);
-}
-
 class TwoFourReport {
  public:
   /// `copy_rate`: bytes a millisecond, for the time below which no dense product can be.
@@ -72,26 +53,27 @@ class TwoFourReport {
   void header() {
     fmt::print("{}, {}, median of {} rounds\n", run_.machine(), name_of(run_.dtype()), run_.rounds());
     fmt::print(
-        "dense: this library's block product with every block there{}; read: the dense weight once, at the rate of a "
+        "dense: the fastest dense product that this program has here{}; read: the dense weight once, at the rate of a "
         "copy;\nplan: what fallback=\"dense\" would run\n",
         is_byte(run_.dtype()) ? ", in bfloat16" : "");
-    fmt::print("{:>7} {:>7} {:>7} {:>10} {:>10} {:>8} {:>9} {:>10}  plan\n", "m", "k", "n", "2:4 ms", "dense ms",
-               "speedup", "read ms", "GFLOP/s");
-    run_.csv("device,dtype,threads,m,k,n,ms,dense_ms,speedup,read_ms,gflop_per_s,plan");
+    fmt::print("{:>7} {:>7} {:>7} {:>10} {:>10} {:>8} {:>9} {:>10}  {:<5}  dense by\n", "m", "k", "n", "2:4 ms",
+               "dense ms", "speedup", "read ms", "GFLOP/s", "plan");
+    run_.csv("device,dtype,threads,m,k,n,ms,dense_ms,speedup,read_ms,gflop_per_s,plan,floor_ms,dense_by");
   }
 
-  void add(const TwoFourCase& one, double ms, double dense) {
+  void add(const TwoFourCase& one, double ms, const Dense& by) {
+    const double dense = by.ms, floor = floor_of(one, dense);
     const double weight = static_cast<double>(one.m) * static_cast<double>(one.k);
     const double rate = 2e-6 * weight * static_cast<double>(one.n) / ms;
     const double read = weight * static_cast<double>(size_of(run_.dtype())) / copy_rate_;
     const bool wins = two_four::dense_wins(one.m, one.n, one.k, run_.dtype(), run_.device(), precision_);
     const char* const plan = wins ? "dense" : "2:4";
-    fmt::print("{:>7} {:>7} {:>7} {:>10.3f} {:>10.3f} {:>8.2f} {:>9.3f} {:>10.1f}  {}\n", one.m, one.k, one.n, ms,
-               dense, dense / ms, read, rate, plan);
+    fmt::print("{:>7} {:>7} {:>7} {:>10.3f} {:>10.3f} {:>8.2f} {:>9.3f} {:>10.1f}  {:<5}  {}\n", one.m, one.k, one.n,
+               ms, dense, dense / ms, read, rate, plan, by.name);
     std::fflush(stdout);
-    run_.csv(fmt::format("{},{},{},{},{},{},{:.6g},{:.6g},{:.4f},{:.6g},{:.6g},{}", name_of(run_.device()),
+    run_.csv(fmt::format("{},{},{},{},{},{},{:.6g},{:.6g},{:.4f},{:.6g},{:.6g},{},{:.6g},{}", name_of(run_.device()),
                          name_of(run_.dtype()), run_.threads(), one.m, one.k, one.n, ms, dense, dense / ms, read, rate,
-                         plan));
+                         plan, floor, by.name));
     rows_.push_back({{"m", one.m},
                      {"k", one.k},
                      {"n", one.n},
@@ -100,16 +82,33 @@ class TwoFourReport {
                      {"speedup", dense / ms},
                      {"read_ms", read},
                      {"gflop_per_s", rate},
-                     {"plan", plan}});
+                     {"plan", plan},
+                     {"floor_ms", floor},
+                     {"dense_by", by.name}});
   }
 
-  void finish() { run_.finish(nlohmann::ordered_json::object(), rows_); }
+  void finish() {
+    run_.finish(Json::object(), rows_,
+                {{.title = "Time of each product",
+                  .labels = {"m", "k", "n"},
+                  .series = {{"ms", "2:4"}, {"dense_ms", "dense"}, {"floor_ms", "floor"}},
+                  .note = std::string(kDenseNote) + "Floor: half of dense, or the bytes that must move at the rate of "
+                                                    "a copy; caches may hold part of them."}});
+  }
 
  private:
+  /// Half the dense product, or moving x, y, values and metadata once at the rate of a copy.
+  double floor_of(const TwoFourCase& one, double dense) const {
+    const auto m = static_cast<double>(one.m), k = static_cast<double>(one.k), n = static_cast<double>(one.n);
+    const double metadata = m * k / static_cast<double>(2 * two_four::group(run_.dtype()));
+    const double moved = (m * k / 2 + n * (k + m)) * static_cast<double>(size_of(run_.dtype())) + metadata;
+    return std::max(dense / 2, moved / copy_rate_);
+  }
+
   Run& run_;
   Precision precision_;
   double copy_rate_;
-  nlohmann::ordered_json rows_ = nlohmann::ordered_json::array();
+  Json rows_ = Json::array();
 };
 
 std::vector<TwoFourCase> two_four_cases(const TwoFourBenchOptions& options, Device device) {
@@ -143,7 +142,7 @@ void bench_two_four(const TwoFourBenchOptions& options) {
     clock.explain(run.explains());
     const double ms = sparse_ms(one, run.dtype(), clock);
     clock.explain(false);
-    const double dense = dense_ms(one, run.dtype(), clock);
+    const Dense dense = best_dense({one.k, one.m, one.n}, run.dtype(), clock);
     progress.hide();
     report.add(one, ms, dense);
     progress.advance();
@@ -160,19 +159,19 @@ void add_bench_two_four(CLI::App& bench_command) {
   const auto range = [] { return CLI::Range(1, 1 << 20).description(""); };
   command->add_option("--m", options->rows, "Rows of the weight (4096)")->delimiter(',')->check(range());
   command->add_option("--k", options->depths, "Its columns (4096)")->delimiter(',')->check(range());
-  command->add_option("--columns", options->columns, "Rows of x (1,4,16,64,256; on CUDA 1,16,64,256,1024,4096)")
+  command->add_option("--rows,--columns", options->columns, "Rows of x (1,4,16,64,256; on CUDA 1,16,64,256,1024,4096)")
       ->delimiter(',')
       ->check(range());
   command->add_option("--precision", options->precision, "For float32 on CUDA: ieee, tf32 or tf32x3 (ieee)");
-  add_run_options(*command, options->run, "the first GPU, else the CPU");
+  add_run_options(*command, options->run);
   add_explain_option(*command, options->run);
   command->footer(
       "Lists are written with commas. GFLOP/s count the dense product's FLOPs.\n"
       "Beside cuBLAS and cuSPARSELt: bench/compare_two_four.py.\n"
       "Examples:\n"
       "  fretwork bench two_four\n"
-      "  fretwork bench two_four --m 14336 --k 4096 --columns 1,64,4096 --dtype bf16 --csv two_four.csv\n"
-      "  fretwork bench two_four --device cuda:0 --columns 16 --explain");
+      "  fretwork bench two_four --m 14336 --k 4096 --rows 1,64,4096 --dtype bf16 --csv two_four.csv\n"
+      "  fretwork bench two_four --device cuda:0 --rows 16 --explain");
   command->callback([options] { bench_two_four(*options); });
 }
 

@@ -20,8 +20,10 @@ class Interrupted : public std::runtime_error {
 
 void add_info(CLI::App& app);
 void add_show(CLI::App& app);
+void add_advise(CLI::App& app);
 void add_bench(CLI::App& app);
 void add_tune(CLI::App& app);
+void add_report(CLI::App& app);
 void add_two_four(CLI::App& app);
 void add_compile(CLI::App& app);
 void add_cache(CLI::App& app);

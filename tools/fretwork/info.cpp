@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <memory>
-#include <nlohmann/json.hpp>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -13,6 +12,7 @@
 #include "fretwork/error.h"
 #include "fretwork/executor_tbb.h"
 #include "machine.h"
+#include "page.h"
 #include "runtime/kernels.h"
 #include "runtime/nvrtc.h"
 #include "runtime/tuned.h"
@@ -20,8 +20,6 @@
 
 namespace fretwork::cli {
 namespace {
-
-using Json = nlohmann::ordered_json;
 
 /// The settings that change what the library does, as they stand.
 std::vector<std::string> settings() {

@@ -7,9 +7,9 @@
 #include <cmath>
 #include <utility>
 
-#include "bench_case.h"
 #include "fretwork/error.h"
 #include "fretwork/ops.h"
+#include "layers.h"
 #include "machine.h"
 #include "terminal.h"
 
@@ -113,7 +113,7 @@ KroneckerTimes measure(const KroneckerCase& one, DType dtype, Stopwatch& clock) 
 
 Rates measure_rates(DType dtype, Stopwatch& clock) {
   const std::int64_t n = clock.device().type == DeviceType::cuda ? 8192 : 1024;
-  return {clock.copy_rate(), dense_rate(n, dtype, clock) * 1e6};
+  return {clock.copy_rate(), dense_rate(n, dtype, clock)};
 }
 
 double floor_of(const KroneckerCase& one, DType dtype, const Rates& rates) {

@@ -4,39 +4,11 @@
 #include <algorithm>
 #include <cmath>
 #include <random>
-#include <set>
 
 namespace fretwork::cli {
 namespace {
 
 using kronecker::Config;
-
-/// Up to `most` of [0, count): the ends, where tails are, and places between them.
-std::vector<std::int64_t> some_of(std::int64_t count, std::int64_t most, std::mt19937& random) {
-  std::set<std::int64_t> found;
-  for (std::int64_t n = 0; n < std::min<std::int64_t>(count, 3); ++n) {
-    found.insert({n, count - 1 - n});
-  }
-  std::uniform_int_distribution<std::int64_t> any(0, count - 1);
-  while (std::ssize(found) < std::min(count, most)) {
-    found.insert(any(random));
-  }
-  return {found.begin(), found.end()};
-}
-
-/// Of the largest magnitude, as the tests allow.
-double tolerance_of(DType dtype, Precision precision) {
-  switch (dtype) {
-    case DType::f64:
-      return 1e-12;
-    case DType::f32:
-      return precision == Precision::tf32 ? 4e-3 : 2e-5;
-    case DType::f16:
-      return 4e-3;
-    default:
-      return 3e-2;
-  }
-}
 
 }  // namespace
 
@@ -73,8 +45,8 @@ KroneckerContest::KroneckerContest(const KroneckerCase& one, DType dtype, Stopwa
   views_.y.data = y_.view().data;
   std::mt19937 random(1);
   const int along = one.bs_last ? 0 : 1;  // the axis of y that a line runs along
-  lines_ = some_of(views_.y.size(1 - along), 32, random);
-  const auto places = some_of(views_.y.size(along), 128, random);
+  lines_ = sample_places(views_.y.size(1 - along), 32, random);
+  const auto places = sample_places(views_.y.size(along), 128, random);
   for (const std::int64_t line : lines_) {
     for (const std::int64_t at : places) {
       samples_.push_back({line, at, one.bs_last ? reference(at, line) : reference(line, at)});

@@ -111,6 +111,7 @@ int run(int argc, char** argv) {
       "  fretwork info\n"
       "  fretwork show 'random_blocks((1,64,64),32,0.1,0)'\n"
       "  fretwork show 'strided(1024,64)|sinks(1024,4,128)'\n"
+      "  fretwork advise 4096x14336 --rows 16 --dtype bf16\n"
       "  fretwork bench block --n 2048 --block 32,64 --density 0.5,0.1\n"
       "  fretwork bench kronecker --patterns '6,64,64,1;1,768,192,2' --backward\n"
       "  fretwork tune kronecker\n"
@@ -120,8 +121,10 @@ int run(int argc, char** argv) {
   app.require_subcommand(1);
   add_info(app);
   add_show(app);
+  add_advise(app);
   add_bench(app);
   add_tune(app);
+  add_report(app);
   add_two_four(app);
   add_compile(app);
   add_cache(app);

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <set>
 #include <utility>
 
 #include "core/element.h"
@@ -17,8 +18,8 @@ namespace {
 
 /// Random numbers of magnitude 0.5 to 1 in any type: an exponent, and sign and mantissa from the generator.
 template <typename Bits>
-void fill_bits(std::vector<std::byte>& bytes, Bits exponent, Bits random_bits) {
-  std::uint64_t state = 1;
+void fill_bits(std::vector<std::byte>& bytes, std::uint64_t seed, Bits exponent, Bits random_bits) {
+  std::uint64_t state = seed;
   for (std::size_t at = 0; at < bytes.size(); at += sizeof(Bits)) {
     state = state * 6364136223846793005u + 1442695040888963407u;
     const std::uint64_t mixed = state ^ (state >> 33);
@@ -27,40 +28,40 @@ void fill_bits(std::vector<std::byte>& bytes, Bits exponent, Bits random_bits) {
   }
 }
 
-std::vector<std::byte> random_bytes(DType dtype, std::size_t count) {
+std::vector<std::byte> random_bytes(DType dtype, std::uint64_t seed, std::size_t count) {
   std::vector<std::byte> bytes(count);
   switch (dtype) {
     case DType::f64:
-      fill_bits<std::uint64_t>(bytes, 0x3fe0'0000'0000'0000, 0x800f'ffff'ffff'ffff);
+      fill_bits<std::uint64_t>(bytes, seed, 0x3fe0'0000'0000'0000, 0x800f'ffff'ffff'ffff);
       break;
     case DType::f32:
-      fill_bits<std::uint32_t>(bytes, 0x3f00'0000, 0x807f'ffff);
+      fill_bits<std::uint32_t>(bytes, seed, 0x3f00'0000, 0x807f'ffff);
       break;
     case DType::f16:
-      fill_bits<std::uint16_t>(bytes, 0x3800, 0x83ff);
+      fill_bits<std::uint16_t>(bytes, seed, 0x3800, 0x83ff);
       break;
     case DType::f8_e4m3:
-      fill_bits<std::uint8_t>(bytes, 0x30, 0x87);
+      fill_bits<std::uint8_t>(bytes, seed, 0x30, 0x87);
       break;
     case DType::f8_e5m2:
-      fill_bits<std::uint8_t>(bytes, 0x38, 0x83);
+      fill_bits<std::uint8_t>(bytes, seed, 0x38, 0x83);
       break;
     case DType::i8:
     case DType::u8:
-      fill_bits<std::uint8_t>(bytes, 0x01, 0xff);
+      fill_bits<std::uint8_t>(bytes, seed, 0x01, 0xff);
       break;
     default:
-      fill_bits<std::uint16_t>(bytes, 0x3f00, 0x807f);
+      fill_bits<std::uint16_t>(bytes, seed, 0x3f00, 0x807f);
   }
   return bytes;
 }
 
 /// At least so many, drawn once: a tuner asks again for every problem.
-std::shared_ptr<const std::vector<std::byte>> drawn_bytes(DType dtype, std::size_t count) {
-  static std::map<DType, std::shared_ptr<const std::vector<std::byte>>> known;
-  auto& bytes = known[dtype];
+std::shared_ptr<const std::vector<std::byte>> drawn_bytes(DType dtype, std::uint64_t seed, std::size_t count) {
+  static std::map<std::pair<DType, std::uint64_t>, std::shared_ptr<const std::vector<std::byte>>> known;
+  auto& bytes = known[{dtype, seed}];
   if (bytes == nullptr || bytes->size() < count) {
-    bytes = std::make_shared<const std::vector<std::byte>>(random_bytes(dtype, count));
+    bytes = std::make_shared<const std::vector<std::byte>>(random_bytes(dtype, seed, count));
   }
   return bytes;
 }
@@ -96,12 +97,12 @@ double round_of(Device device, const std::function<void()>& call, int calls) {
 
 }  // namespace
 
-Data::Data(Device device, DType dtype, std::initializer_list<std::int64_t> sizes)
+Data::Data(Device device, DType dtype, std::initializer_list<std::int64_t> sizes, std::uint64_t seed)
     : view_(nullptr, dtype, sizes, device) {
   constexpr std::size_t kDrawn = 64 << 20;  // more is the same again: gigabytes would take longer than the work
   const std::size_t bytes = static_cast<std::size_t>(view_.elements()) * size_of(dtype);
   const std::size_t drawn = drawn_bytes_ = std::min(bytes, kDrawn);
-  drawn_ = drawn_bytes(dtype, drawn);
+  drawn_ = drawn_bytes(dtype, seed, drawn);
   if (device.type == DeviceType::cuda) {
     on_device_ = cuda::DeviceBuffer(device.index, nullptr, bytes);
     view_.data = on_device_.data();
@@ -150,6 +151,31 @@ void Data::clear() {
     cuda::fill_zero(view_.data, bytes, nullptr);
   } else {
     std::memset(view_.data, 0, bytes);
+  }
+}
+
+std::vector<std::int64_t> sample_places(std::int64_t count, std::int64_t most, std::mt19937& random) {
+  std::set<std::int64_t> found;
+  for (std::int64_t n = 0; n < std::min<std::int64_t>(count, 3); ++n) {
+    found.insert({n, count - 1 - n});
+  }
+  std::uniform_int_distribution<std::int64_t> any(0, count - 1);
+  while (std::ssize(found) < std::min(count, most)) {
+    found.insert(any(random));
+  }
+  return {found.begin(), found.end()};
+}
+
+double tolerance_of(DType dtype, Precision precision) {
+  switch (dtype) {
+    case DType::f64:
+      return 1e-12;
+    case DType::f32:
+      return precision == Precision::tf32 ? 4e-3 : 2e-5;
+    case DType::f16:
+      return 4e-3;
+    default:
+      return 3e-2;
   }
 }
 

@@ -7,6 +7,7 @@
 #include <initializer_list>
 #include <memory>
 #include <optional>
+#include <random>
 #include <vector>
 
 #include "fretwork/context.h"
@@ -18,7 +19,7 @@ namespace fretwork::cli {
 /// A tensor of random numbers, row-major, where an op runs.
 class Data {
  public:
-  Data(Device device, DType dtype, std::initializer_list<std::int64_t> sizes);
+  Data(Device device, DType dtype, std::initializer_list<std::int64_t> sizes, std::uint64_t seed = 1);
   const TensorView& view() const { return view_; }
   /// The random number at a place in memory, whatever was written over it since.
   double drawn(std::int64_t at) const;
@@ -29,11 +30,17 @@ class Data {
 
  private:
   TensorView view_;
-  std::shared_ptr<const std::vector<std::byte>> drawn_;  ///< at least drawn_bytes_; all data of a type has the same
+  std::shared_ptr<const std::vector<std::byte>>
+      drawn_;  ///< at least drawn_bytes_; all data of a type and a seed has the same
   std::size_t drawn_bytes_ = 0;
   std::vector<std::byte> host_;
   cuda::DeviceBuffer on_device_;
 };
+
+/// Up to `most` of [0, count): the ends, where tails are, and places between them.
+std::vector<std::int64_t> sample_places(std::int64_t count, std::int64_t most, std::mt19937& random);
+/// The error that a result may have, as a share of the largest magnitude, as the tests allow.
+double tolerance_of(DType dtype, Precision precision);
 
 /// Takes the time of calls on one device, which is the current one while this lives.
 class Stopwatch {

@@ -31,7 +31,7 @@ struct TuneOptions {
   std::string precision = "ieee", out;
   std::int64_t batch = 0;
   bool brief = false, lengthy = false, bs_last = false, resume = false, show = false, compare = false;
-  RunOptions run{.command = "tune", .dtype = {}, .device = {}, .csv = {}, .json = {}, .threads = 0, .rounds = 0};
+  RunOptions run;
 };
 
 Patterns chosen_patterns(const TuneOptions& options) {
@@ -116,7 +116,8 @@ std::string configuration_of(const TunedRow& row) {
 
 class TuneReport {
  public:
-  TuneReport(Run& run, const TuneOptions& options) : run_(run), options_(options) {}
+  /// `rates` are for floors; zeros where nothing shows them.
+  TuneReport(Run& run, const TuneOptions& options, const Rates& rates) : run_(run), options_(options), rates_(rates) {}
 
   void header(std::int64_t batch, int rounds) {
     fmt::print("{}, {}{}, batch {} ({}), median of {} rounds\n", run_.machine(), name_of(run_.dtype()),
@@ -136,10 +137,29 @@ class TuneReport {
     run_.csv(fmt::format("{},{},{},{},{},{},{:.6g},{:.3g},{:.3g},{:.6g},{},{},{},\"{}\",{}", row.batch, a, b, c, d,
                          configuration_of(row), row.ms, row.std, row.mse, row.heuristic_ms, layout(),
                          name_of(run_.dtype()), precision(), device_name(run_.device()), row.choice));
+    rows_.push_back({{"pattern", {a, b, c, d}},
+                     {"batch", row.batch},
+                     {"choice", row.choice},
+                     {"ms", row.ms},
+                     {"std", row.std},
+                     {"mse", row.mse},
+                     {"heuristic_ms", row.heuristic_ms},
+                     {"floor_ms", rates_.copy > 0 ? Json(floor_of(one, run_.dtype(), rates_)) : Json()}});
     gain_.add(text_of(one.pattern), row);
   }
 
-  void finish() const { gain_.print(); }
+  void finish() {
+    gain_.print();
+    Page page;
+    page.title = options_.run.title;
+    page.facts = {{"layout", layout()}, {"precision", precision()}};
+    page.plots = {{.title = "Time of each pattern",
+                   .labels = {"pattern", "batch"},
+                   .series = {{"ms", "the table's kernel"}, {"heuristic_ms", "the heuristic's"}, {"floor_ms", "floor"}},
+                   .note = kFloorNote}};
+    page.rows = rows_;
+    run_.write_page(std::move(page));
+  }
 
  private:
   const char* layout() const { return options_.bs_last ? "last" : "first"; }
@@ -147,7 +167,9 @@ class TuneReport {
 
   Run& run_;
   const TuneOptions& options_;
+  Rates rates_;
   Gain gain_;
+  Json rows_ = Json::array();
 };
 
 void show(const std::vector<KroneckerCase>& cases, DType dtype, const Context& context) {
@@ -206,7 +228,7 @@ class Suite {
       table.emplace(file, device, kOp);
     }
     const std::atomic<bool>& stopped = stopped_by_user();
-    TuneReport report(run_, options_);
+    TuneReport report(run_, options_, options_.run.html.empty() ? Rates{} : measure_rates(run_.dtype(), clock_));
     report.header(cases_.front().batch, race_.rounds);
     Progress progress(static_cast<int>(cases_.size()));
     int done = 0;
@@ -265,6 +287,8 @@ class Suite {
 
 void add_tune_kronecker(CLI::App& tune) {
   const auto options = std::make_shared<TuneOptions>();
+  options->run.command = "tune";
+  options->run.rounds = 0;
   CLI::App* const command = tune.add_subcommand(kOp, "Kronecker-sparse products, patterns (a,b,c,d)");
   auto* const brief = command->add_flag("--short", options->brief, "40 patterns, 7 rounds (unless --long)");
   auto* const lengthy = command->add_flag("--long", options->lengthy, "The 376 patterns of the KSMM paper, 15 rounds");
@@ -272,17 +296,18 @@ void add_tune_kronecker(CLI::App& tune) {
   command->add_option("--patterns", options->patterns, "A file of patterns, or \"1,64,64,64;6,64,64,1\"")
       ->excludes(brief)
       ->excludes(lengthy);
-  command->add_option("--batch", options->batch, "Rows of x (25088 on CUDA, 2048 on a CPU)")
+  command->add_option("--batch,--rows", options->batch, "Rows of x (25088 on CUDA, 2048 on a CPU)")
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 40).description(""));
   command->add_flag("--bs-last", options->bs_last, "Features before the batch in memory");
   command->add_option("--precision", options->precision, "Of float32 on CUDA: ieee, tf32, tf32x3 (ieee)");
-  add_machine_options(*command, options->run, "cuda:0 if there is one, else cpu", "7, or 15 with --long");
+  add_machine_options(*command, options->run, "7, or 15 with --long");
+  add_html_option(*command, options->run);
   command->add_option("--candidates", options->candidates, "Only these, beside the heuristic's: rows:64,lanes:192");
   auto* const out = command->add_option("--out", options->out, "The table to add to (the user's, which the op reads)");
   auto* const resume = command->add_flag("--resume", options->resume, "Keep the rows that the table has already");
   auto* const csv = command->add_option("--csv", options->run.csv, "Write the rows to this file too");
   auto* const look = command->add_flag("--show", options->show, "Measure nothing: print what a call takes, and why");
-  look->excludes(out)->excludes(resume)->excludes(csv);
+  look->excludes(out)->excludes(resume)->excludes(csv)->excludes(command->get_option("--html"));
   command->add_flag("--compare", options->compare, "Measure what the tables say against the heuristic; write no table")
       ->excludes(out)
       ->excludes(resume)

@@ -6,6 +6,7 @@ import argparse
 import csv
 import itertools
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler, which measures memory, prints lines of its own
 ROOT = Path(__file__).resolve().parents[1]
 SYMBOLS = 128  # ASCII; the last one stands for all others
 POINTS = 5  # of a curve in the table

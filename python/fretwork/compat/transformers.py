@@ -234,7 +234,8 @@ def attention_forward(
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     given, rows, cols = _given(module), query.shape[2], key.shape[2]
     template = _own(causal, sliding_window) if given is None else given
-    pattern = _pattern(template, rows, cols)
+    compiling = torch.compiler.is_compiling()
+    pattern = (lambda *lengths: _pattern(template, *lengths)) if compiling else _pattern(template, rows, cols)
     if s_aux is not None and s_aux.dtype != torch.float32:
         s_aux = s_aux.to(query.dtype)
     options: dict[str, Any] = dict(scale=scaling, softcap=softcap or 0.0, dropout_p=dropout, sinks=s_aux)

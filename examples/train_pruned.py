@@ -18,7 +18,7 @@ from training import CharacterModel, Run, evaluate, finish, options, text_of_the
 
 
 def main(given: list[str] | None = None) -> list[Run]:
-    sizes = dict(width=(256, 64), layers=(2, 1), batch=(4, 2), seq=(256, 64), steps=(60, 12))
+    sizes = dict(width=(256, 64), layers=(2, 1), batch=(4, 2), seq=(256, 64), steps=(50, 12))
     o = options(__doc__ or "", "train_pruned", given, **sizes)
     draw = text_of_the_docs(o.batch, o.seq, o.device)
     print(f"{o.layers} blocks, {o.width} wide; {o.batch} passages of {o.seq} characters a step on {o.device}")

@@ -118,7 +118,48 @@ device. The result is `fw.BlockLists`, counts and indices as FlexAttention has t
 Only the pattern's scores are computed, forward and backward, on CPU and GPU. `fretwork.jax.attention` is the same in
 JAX; a pattern that is an argument of a function under `jax.jit` is a constant of the trace. In `examples/`,
 `custom_pattern.py` makes, draws and times a new pattern; `longformer_block.py` and `vision_neighborhood.py` train with
-patterns.
+patterns, and so do [others](examples.md).
+
+### Lengths that change
+A pattern is a constant of what is compiled. Under `torch.compile` a pattern that is made from a tensor's shape costs a
+compilation for each length, also with `dynamic=True`. Give the function instead, and one graph serves all lengths: it
+asks the function when it runs.
+```python
+import torch, fretwork as fw
+
+
+def near(rows, cols):  # of (Sq, Sk); or a list with one for each head
+    return fw.patterns.sinks((rows, cols), 4, 128)
+
+
+@torch.compile(dynamic=True, backend="aot_eager")
+def attend(q, k, v):
+    return fw.attention(q, k, v, near)
+
+
+for length in (300, 500, 700):
+    x = torch.randn(1, 2, length, 32)
+    attend(x, x, x)
+```
+This holds for functions (`def` or `lambda`), for layers and Hugging Face models with such patterns, and for calls
+without a pattern. Make the function outside of what is compiled, or let it use nothing of the tensors. Other objects
+that can be called, and calls with `blocks`, compile for each length. `torch.export` keeps the pattern of the example's
+length.
+
+JAX compiles for each shape in any case. What `jax.export` makes calls Fretwork's library: allow its targets (the error
+names them), and import `fretwork.jax` where a saved function is loaded. `serialize()` needs the package flatbuffers.
+```python
+import jax, jax.export, jax.numpy as jnp
+import fretwork as fw
+import fretwork.jax as fj
+
+pattern = fw.patterns.causal(64)
+function = jax.jit(lambda x: fj.attention(x, x, x, pattern))
+x = jnp.ones((1, 2, 64, 16))
+allowed = [jax.export.DisabledSafetyCheck.custom_call("fretwork_attention")]
+exported = jax.export.export(function, disabled_checks=allowed)(x)
+print(jnp.abs(exported.call(x) - function(x)).max())
+```
 
 ### As a layer
 `fw.nn.MultiheadAttention` is `torch.nn.MultiheadAttention` with a pattern. It has the same parameters, state-dict keys

@@ -355,12 +355,17 @@ def _check_bias(op: str, x: Operand, q: Operand, full: tuple[int, ...]) -> None:
         fail(op, x.name, f"a shape that broadcasts to {full}", x.shape)
 
 
-def every_key(op: str, queries: Shape, keys: Shape) -> Pattern:
-    """The pattern of a call that names none; of the shapes of q and k."""
+def lengths(op: str, queries: Shape, keys: Shape) -> tuple[int, int]:
+    """Sq and Sk, of the shapes of q and k."""
     for name, shape, sizes in (("q", queries, "(B, Hq, Sq, D)"), ("k", keys, "(B, Hk, Sk, D)")):
         if len(shape) != 4:
             fail(op, name, f"4 dimensions {sizes}", tuple(shape))
-    return full((queries[2], keys[2]))
+    return queries[2], keys[2]
+
+
+def every_key(op: str, queries: Shape, keys: Shape) -> Pattern:
+    """The pattern of a call that names none; of the shapes of q and k."""
+    return full(lengths(op, queries, keys))
 
 
 def flat_patterns(op: str, pattern: Any, queries: Shape) -> tuple[Any, ...]:

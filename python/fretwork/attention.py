@@ -8,9 +8,17 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from fretwork._shapes import check_no_block, check_slopes, every_key, flat_patterns
+from fretwork._shapes import check_no_block, check_slopes, flat_patterns
 from fretwork._torch.arguments import as_number, check_tensor, dtype_name, pattern_keys, precision_name
 from fretwork._torch.attention import attention_op, attention_output, attention_plainly
+from fretwork._torch.attention_by_length import (
+    OfLength,
+    by_length_op,
+    every_key,
+    function_key,
+    goes_by_length,
+    patterns_of,
+)
 from fretwork._torch.differentiable import called_with_tensors
 from fretwork._torch.dynamic_attention import with_sinks
 from fretwork.block_lists import BlockLists
@@ -19,7 +27,7 @@ from fretwork.patterns import Pattern
 
 __all__ = ["alibi", "attention"]
 
-Patterns = Pattern | Sequence[Pattern] | Sequence[Sequence[Pattern]]
+Patterns = Pattern | Sequence[Pattern] | Sequence[Sequence[Pattern]] | OfLength
 
 
 class alibi:
@@ -192,12 +200,19 @@ def attention(
     if sinks is not None:
         check_tensor(op, "sinks", sinks)
     if pattern is None and blocks is None:
-        pattern = every_key(op, q.shape, k.shape)
-    if pattern is None:  # its text would be another for each length
-        patterns: tuple[Pattern, ...] = ()
+        pattern = every_key
+    by_length = blocks is None and goes_by_length(pattern)
+    patterns: tuple[
+        Pattern, ...
+    ] = ()  # with blocks, none stands for every key: its text would be another for each length
+    if by_length:
+        keys = function_key(pattern)
     else:
-        patterns = (pattern,) if isinstance(pattern, Pattern) else flat_patterns(op, pattern, q.shape)
-    keys = pattern_keys(patterns)
+        if callable(pattern):
+            patterns = patterns_of(pattern, q.shape, k.shape)
+        elif pattern is not None:
+            patterns = flat_patterns(op, pattern, q.shape)
+        keys = pattern_keys(patterns)
     if blocks is not None:
         check_sinks(op, sinks, q, q.shape[1] if q.dim() == 4 else 0)
     else:
@@ -219,8 +234,9 @@ def attention(
         o, lse = block_attention(q, k, v, patterns, blocks, block, options)
         if sinks is not None:
             o, lse = with_sinks(o, lse, sinks)
-    elif return_lse:
-        o, lse = attention_op(q, k, v, keys, scale, bias, slopes, cap, p, seed, precision, key_padding_mask, sinks)
+    elif return_lse or by_length:
+        attend = by_length_op if by_length else attention_op
+        o, lse = attend(q, k, v, keys, scale, bias, slopes, cap, p, seed, precision, key_padding_mask, sinks)
     else:
         o = attention_output(q, k, v, bias, slopes, seed, key_padding_mask, sinks, (keys, scale, cap, p, precision))
     if rate == 1:

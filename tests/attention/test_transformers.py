@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 
 import pytest
 import torch
@@ -302,3 +303,18 @@ def test_output_attentions_is_refused(device):
     ours, _ = twins(LlamaForCausalLM, LlamaConfig(**SIZES), device)
     with pytest.raises(NotImplementedError, match="output_attentions: expected False, got True"):
         ours(tokens(device), output_attentions=True)
+
+
+def test_a_compiled_model_serves_every_length_without_warnings(device):
+    config = LlamaConfig(**SIZES, fretwork_pattern=["sinks({seq}, 4, 16)", "causal({seq})"])
+    model = AutoModelForCausalLM.from_config(config).to(device).eval()
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(model, backend="eager", dynamic=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for length in (12, 19, 50):
+            ids = tokens(device, length)
+            got, want = (m(ids, use_cache=False).logits for m in (compiled, model))
+            assert torch.equal(got, want)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

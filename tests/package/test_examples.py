@@ -4,6 +4,8 @@ import doctest
 import importlib
 import importlib.util
 import inspect
+import os
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -41,6 +43,7 @@ def printed(capsys, monkeypatch):
 
     def run(name, *arguments):
         monkeypatch.setattr(sys, "argv", [name, *arguments])
+        monkeypatch.syspath_prepend(EXAMPLES)  # where those that train find their shared module
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         return capsys.readouterr().out.splitlines()
 
@@ -148,10 +151,58 @@ def test_jit_examples(printed):
             assert lines[-1].endswith("needs a GPU")
 
 
-def test_train_two_four(printed):
-    arguments = ("--width", "64", "--layers", "1", "--batch", "8", "--seq", "32", "--steps", "120", "--device", "cpu")
-    lines = printed("train_two_four.py", *arguments)
-    curves = [[float(x) for x in line[15:].split()] for line in lines[2:5]]
-    assert all(ms > 0 and len(losses) == 8 and losses[-1] < losses[0] for ms, *losses in curves)
-    before, pruned, dense, after = (float(x) for x in lines[-1].split())
-    assert dense < before < pruned and after < pruned
+def run_of(line):
+    """Name, parameters, ms, MiB, losses and the held-out loss of a line of `training.table`."""
+    name, parameters, ms, mib, *losses = re.fullmatch(r"(.+?)  +([\d,]+) +([\d.]+) +([\d.]+)  (.+)", line).groups()
+    return name, int(parameters.replace(",", "")), float(ms), float(mib), [float(x) for x in losses[0].split()]
+
+
+@pytest.mark.parametrize(
+    "name, names",
+    [
+        ("train_characters", ["causal", "window, sinks"]),
+        ("train_vit", ["all patches", "neighbourhood"]),
+        ("train_two_four", ["dense", "2:4"]),
+        ("train_monarch", ["dense", "Monarch"]),
+        ("train_pruned", ["dense, first", "dense, on", "pruned, on"]),
+    ],
+)
+def test_training(printed, name, names, tmp_path):
+    png, table = tmp_path / "curves.png", tmp_path / "runs.csv"
+    lines = printed(f"{name}.py", "--quick", "--device", "cpu", "--png", str(png), "--csv", str(table))
+    has_picture = importlib.util.find_spec("matplotlib") is not None
+    assert lines[-1] == (f"picture: {png}" if has_picture else "no picture: matplotlib is not installed")
+    assert png.exists() == has_picture
+    runs = [run_of(line) for line in lines[-1 - len(names) : -1]]
+    assert [run[0] for run in runs] == names and len(table.read_text().splitlines()) == 1 + len(names)
+    for _, parameters, ms, mib, losses in runs:
+        assert parameters > 0 and ms > 0 and len(losses) == 6 and mib > 16 * parameters / 2**20  # AdamW's states
+    if name != "train_monarch" and name != "train_vit":  # which learn later
+        assert all(losses[4] < losses[0] for *_, losses in runs)
+    if name in ("train_monarch", "train_pruned"):
+        assert runs[-1][1] < 0.7 * runs[0][1]
+
+
+def test_without_matplotlib(printed, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    lines = printed("train_monarch.py", "--quick", "--device", "cpu", "--png", str(tmp_path / "none.png"))
+    assert lines[-1] == "no picture: matplotlib is not installed" and not list(tmp_path.iterdir())
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    for package in ("ipykernel", "matplotlib"):
+        pytest.importorskip(package)
+    notebook = nbformat.read(EXAMPLES / "training.ipynb", as_version=4)
+    codes = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs for cell in codes)
+    codes[0].source = codes[0].source.replace("arguments = []", 'arguments = ["--quick", "--device", "cpu"]')
+    paths = [str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert {file.stem for file in tmp_path.glob("*.png")} == {f"train_{n}" for n in NOTEBOOK}
+    for cell in codes[1:]:
+        assert any("image/png" in output.get("data", {}) for output in cell.outputs)
+
+
+NOTEBOOK = ["characters", "vit", "two_four", "monarch", "pruned"]

@@ -33,7 +33,7 @@ def test_python(code):
         ("docs/block-sparsity.md", 3),
         ("docs/kronecker.md", 3),
         ("docs/dynamic-sparsity.md", 5),
-        ("docs/patterns.md", 6),
+        ("docs/patterns.md", 8),
         ("docs/kernels.md", 2),
         ("docs/many-devices.md", 3),
         ("docs/two-four.md", 4),

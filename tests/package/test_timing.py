@@ -50,6 +50,6 @@ def test_peers_take_turns_in_changing_orders(monkeypatch):
 
 def test_medians_find_the_slower_call():
     times = _timing.medians(
-        {"slow": lambda: time.sleep(0.004), "quick": lambda: time.sleep(0.001)}, torch.device("cpu"), 0.2
+        {"slow": lambda: time.sleep(0.004), "quick": lambda: time.sleep(0.001)}, torch.device("cpu"), seconds=0.2
     )
     assert 1 <= times["quick"] < 4 <= times["slow"]

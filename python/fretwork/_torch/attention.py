@@ -22,8 +22,10 @@ def _patterns(keys: str) -> list[Pattern]:
     return [known[key] for key in lines]
 
 
-def _lse_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+def attention_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Tensors like the output and lse, whatever the pattern."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide)
 
 
 @attention_op.register_fake
@@ -46,11 +48,11 @@ def _attention_fake(
     extras = [operand(name, t) for name, t in given.items() if t is not None]
     operands = [operand(name, t) for name, t in zip("qkv", (q, k, v), strict=True)]
     _shapes.check_attention(operands, _patterns(patterns), extras, scale, softcap, dropout_p)
-    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=_lse_dtype(q))
+    return attention_results(q, v)
 
 
 @attention_backward_op.register_fake
-def _attention_backward_fake(
+def attention_backward_fake(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
     bias, needs = rest[2], rest[8:12]
@@ -61,21 +63,32 @@ def _attention_backward_fake(
     )
 
 
-def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, patterns, scale, bias, slopes, softcap, dropout_p, seed, precision, padding, sinks = inputs
     ctx.how = patterns, scale, softcap, dropout_p, precision
     ctx.save_for_backward(q, k, v, *output, bias, slopes, seed, padding, sinks)
     ctx.set_materialize_grads(False)
 
 
-def _attention_gradient(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    needs = ctx.needs_input_grad  # of what the dispatcher has left, which drops defaults
-    d_q, d_k, d_v, d_bias, d_sinks = _gradients(ctx, d_out, d_lse, needs[5], len(needs) > 12 and needs[12])
-    return d_q, d_k, d_v, None, None, d_bias, None, None, None, None, None, None, d_sinks
+def gradient_rule(backward: DifferentiableOp) -> Callable[..., tuple[Tensor | None, ...]]:
+    """The gradient of an op with attention's arguments, by an op with those of its backward pass."""
+
+    def gradient(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad  # of what the dispatcher has left, which drops defaults
+        needs_sinks = len(needs) > 12 and needs[12]
+        d_q, d_k, d_v, d_bias, d_sinks = _gradients(ctx, d_out, d_lse, needs[5], needs_sinks, backward)
+        return d_q, d_k, d_v, None, None, d_bias, None, None, None, None, None, None, d_sinks
+
+    return gradient
 
 
 def _gradients(
-    ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs_bias: bool, needs_sinks: bool
+    ctx: Any,
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    needs_bias: bool,
+    needs_sinks: bool,
+    backward: DifferentiableOp = attention_backward_op,
 ) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, bias, slopes, seed, padding, sinks = ctx.saved_tensors
     patterns, scale, softcap, dropout_p, precision = ctx.how
@@ -87,11 +100,12 @@ def _gradients(
     if 0 in d_out.stride():  # one number for many, as a sum's gradient is: the fast kernels read rows
         d_out = d_out.contiguous()
     plainly = not torch.is_grad_enabled() and called_plainly((q, k, v, d_out, d_lse, bias, sinks))
-    if plainly and ctx.how[1:] == _NO_OPTIONS and d_lse is bias is slopes is padding is sinks is None and q.is_cpu:
+    short = plainly and backward is attention_backward_op and ctx.how[1:] == _NO_OPTIONS
+    if short and d_lse is bias is slopes is padding is sinks is None and q.is_cpu:
         found = _plain_output_backward(q, k, v, out, lse, d_out, patterns, needs_q + 2 * needs_k + 4 * needs_v)
         d_q, d_k, d_v = (d if needs else None for d, needs in zip(found, (needs_q, needs_k, needs_v), strict=True))
         return d_q, d_k, d_v, None, None
-    op: Callable[..., Any] = attention_backward_op.plain if plainly else attention_backward_op
+    op: Callable[..., Any] = backward.plain if plainly else backward
     found = op(
         *(q, k, v, out, lse, d_out, d_lse, patterns, scale, bias, slopes, softcap, dropout_p, seed),
         *(precision, needs_q, needs_k, needs_v, needs_bias, padding, sinks, needs_sinks),
@@ -185,7 +199,7 @@ def attention_plainly(q: Tensor, k: Tensor, v: Tensor, patterns: str) -> Tensor:
     return _plain_output(q, k, v, patterns, "ieee")  # type: ignore[no-any-return]
 
 
-def _attention_second(ctx: Any, *gradients: Tensor) -> None:
+def attention_second(ctx: Any, *gradients: Tensor) -> None:
     raise NotImplementedError(
         "attention: gradient: expected to be differentiated once, got a second time; for second derivatives apply "
         "torch.softmax to scores with −inf where pattern.mask() is False"
@@ -241,7 +255,7 @@ def _attention_backward_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: An
     return one_by_one(attention_backward_op, info.batch_size, in_dims, arguments)
 
 
-def _attention_cast(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Any, ...]:
+def attention_cast(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Any, ...]:
     dtype = torch.get_autocast_dtype(q.device.type)
     patterns, scale, bias, *others = rest
     if bias is not None and bias.dtype != torch.float32:  # which goes with every type
@@ -251,8 +265,8 @@ def _attention_cast(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Any, .
     return *(lowered(t, dtype) for t in (q, k, v)), patterns, scale, bias, *others
 
 
-attention_op.register_gradient(_attention_gradient, _attention_setup)
-attention_backward_op.register_gradient(_attention_second)
+attention_op.register_gradient(gradient_rule(attention_backward_op), attention_setup)
+attention_backward_op.register_gradient(attention_second)
 attention_op.register_vmap(_attention_vmap)
 attention_backward_op.register_vmap(_attention_backward_vmap)
-attention_op.register_autocast(_attention_cast)
+attention_op.register_autocast(attention_cast)

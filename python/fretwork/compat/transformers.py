@@ -396,7 +396,9 @@ def attention_forward(
         template = _of_whole_mask(module, causal, template, given is not None, rows, cols, attention_mask)
         bias = attention_mask[..., :cols]
         bias = _seen(bias) if bias.dtype == torch.bool else bias
-    o = _attend(module, query, key, value, _pattern(template, rows, cols), bias=bias, **options)
+    compiling = torch.compiler.is_compiling()  # then one graph is for all lengths
+    pattern = (lambda *lengths: _pattern(template, *lengths)) if compiling else _pattern(template, rows, cols)
+    o = _attend(module, query, key, value, pattern, bias=bias, **options)
     return o.transpose(1, 2).contiguous(), None
 
 

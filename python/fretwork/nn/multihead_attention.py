@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fretwork import patterns
 from fretwork._checks import flag, whole_number
 from fretwork._torch.arguments import FLOATING, as_number, autocasts, dtype_name
+from fretwork._torch.attention_by_length import causally, goes_by_length
 from fretwork.attention import attention
 from fretwork.nn._structure import Structured, shortened
 from fretwork.patterns import Pattern
@@ -222,9 +223,11 @@ class MultiheadAttention(Structured):
             return o[0].transpose(0, 1).flatten(-2)
         return (o.transpose(1, 2) if self.batch_first else o.permute(2, 0, 1, 3)).flatten(-2)
 
-    def _pattern_of(self, rows: int, cols: int, is_causal: bool) -> Pattern | Sequence[Pattern]:
+    def _pattern_of(self, rows: int, cols: int, is_causal: bool) -> AnyPattern:
         made = self.pattern
         if not isinstance(made, (Pattern, tuple)):
+            if goes_by_length(made):
+                return causally(made) if is_causal else made
             made = _checked(made(rows, cols), self.num_heads, "pattern(Sq, Sk)")
         if not is_causal:
             return made
@@ -361,7 +364,7 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Pattern | Sequence[Pattern],
+    pattern: AnyPattern,
     bias: Tensor | None,
     padding: Tensor | None,
     dropout: float,

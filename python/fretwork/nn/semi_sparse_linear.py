@@ -95,10 +95,10 @@ class SemiSparseLinear(nn.Module):
     def _take(self, weight: Tensor, bias: Tensor | None) -> None:
         learns = weight.requires_grad
         weight = weight.detach()
-        two_four.say_what_float32_keeps(weight.dtype)
-        if self.trainable == "dense":
+        if self.trainable == "dense":  # autocast may lower it before it is pruned
             self.weight = nn.Parameter(weight.clone(), requires_grad=learns)
         else:
+            two_four.say_what_float32_keeps(weight.dtype)
             if self.prune is not None:
                 weight = two_four.prune(weight, transposable=self.prune == "transposable")
             # Words that process groups can send, as DDP does with buffers; few take int16.
@@ -225,6 +225,7 @@ def pruned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposable: 
     if torch.compiler.is_compiling() or in_autocast():
         bias = None if bias is None else _lowered(bias, weight)
         x, weight = _lowered(x, weight), _lowered(weight, weight)
+    two_four.say_what_float32_keeps(weight.dtype)
     how = (transposable, decay, product_precision("linear", weight.dtype, None))
     if called_plainly((x, weight, bias)):
         bias = None if bias is None else alive(bias)

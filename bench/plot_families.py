@@ -8,14 +8,16 @@ products by rows. Needs matplotlib (pip install fretwork[plot]).
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from plotting import svg_pyplot
-from report import ROOT, Row, best_peer
+from report import PRECISIONS, ROOT, Row, best_peer
 
 OURS, PEER, FLOOR = "#1f3b73", "#ee6677", "#888888"
 SHADES = ["#1f3b73", "#2b8cbe", "#66c2a4", "#ccbb44", "#ee6677", "#aa3377", "#777777"]
@@ -23,29 +25,37 @@ BY_LENGTH = ("full", "causal", "window", "longformer", "strided", "neighborhood"
 Draw = Callable[[Any, list[Row]], Any]
 
 
+def plain_log(pyplot: Any, axis: Any, base: int = 10) -> None:
+    """Powers of a base at a logarithmic axis as plain numbers."""
+    axis.set_major_locator(pyplot.matplotlib.ticker.LogLocator(base=base))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_locator(pyplot.NullLocator())
+
+
 def attention(pyplot: Any, rows: list[Row]) -> Any:
-    """Bars of time by pattern: ours, the best peer, and the floor."""
+    """Time by pattern: ours, the best peer, and the floor."""
     wanted = [r for r in rows if r["part"] == "pattern" and r["arch"] == "auto" and r.get("flex", "plain") == "plain"]
-    seq = 16384 if any(r["seq"] == 16384 for r in wanted) else 2048
-    of = [r for r in wanted if r["seq"] == seq and r["depth"] in (128, 64 if seq == 2048 else 128)]
+    of = [r for r in wanted if (r["seq"], r["depth"]) in ((16384, 128), (2048, 64))]
     names = list(dict.fromkeys(r["pattern"] for r in of))
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 1 + 0.26 * len(names)), sharey=True, layout="constrained")
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 1.4 + 0.22 * len(names)), sharey=True, layout="constrained")
     for axis, which in zip(axes, ("forward", "backward"), strict=True):
         by_name = {r["pattern"]: r for r in of if r["pass"] == which}
-        for n, name in enumerate(names):
-            if (row := by_name.get(name)) is None:
-                continue
-            peer = best_peer(row)[1]
-            axis.barh(n - 0.2, row["ms"]["ours"], 0.38, color=OURS, label="Fretwork" if n == 0 else None)
-            if peer is not None:
-                axis.barh(n + 0.2, peer, 0.38, color=PEER, label="best peer" if n == 0 else None)
-            axis.plot([row["floor_ms"]] * 2, [n - 0.42, n + 0.42], color=FLOOR, label="floor" if n == 0 else None)
+        at = [n for n, name in enumerate(names) if name in by_name]
+        ours = [by_name[names[n]]["ms"]["ours"] for n in at]
+        peers = [best_peer(by_name[names[n]])[1] or math.nan for n in at]
+        axis.hlines(at, ours, peers, color=FLOOR, linewidth=0.8)
+        axis.scatter(peers, at, s=22, color=PEER, label="best peer", zorder=3)
+        axis.scatter(ours, at, s=22, color=OURS, label="Fretwork", zorder=3)
+        axis.scatter([by_name[names[n]]["floor_ms"] for n in at], at, s=40, color=FLOOR, marker="|", label="floor")
         axis.set(xscale="log", title=which, xlabel="ms", yticks=range(len(names)), yticklabels=names)
-        axis.grid(axis="x", alpha=0.2)
+        plain_log(pyplot, axis.xaxis)
+        axis.grid(alpha=0.2)
     axes[0].invert_yaxis()
-    axes[1].legend(fontsize=8, frameon=False)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     first = of[0]
-    figure.suptitle(f"{first['device']}: {first['heads']} heads, S = {seq}, D = {first['depth']}, {first['dtype']}")
+    figure.suptitle(
+        f"{first['device']}: {first['heads']} heads, S = {first['seq']}, D = {first['depth']}, {first['dtype']}"
+    )
     return figure
 
 
@@ -55,22 +65,19 @@ def attention_by_length(pyplot: Any, rows: list[Row]) -> Any:
     of = [r for r in of if r.get("flex", "plain") in (None, "plain") and r["pattern"] in BY_LENGTH]
     if len({r["seq"] for r in of}) < 2:
         return None
-    figure, axes = pyplot.subplots(2, len(BY_LENGTH) // 2, figsize=(9, 5.5), sharex=True, layout="constrained")
-    for axis, name in zip(axes.flat, BY_LENGTH, strict=True):
-        for which, style in (("forward", "-"), ("backward", "--")):
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.8), sharey=True, layout="constrained")
+    for axis, which in zip(axes, ("forward", "backward"), strict=True):
+        for name, colour in zip(BY_LENGTH, SHADES, strict=False):
             line = sorted((r for r in of if r["pattern"] == name and r["pass"] == which), key=lambda r: r["seq"])
-            axis.plot([r["seq"] for r in line], [r["ms"]["ours"] for r in line], style, marker=".", color=OURS)
-            peers = [(r["seq"], best_peer(r)[1]) for r in line if best_peer(r)[1]]
-            axis.plot([s for s, _ in peers], [ms for _, ms in peers], style, marker=".", color=PEER)
-        axis.set(xscale="log", yscale="log", title=name)
-        axis.set_xticks([4096, 16384, 65536], ["4096", "16,384", "65,536"], fontsize=8)
-        axis.xaxis.set_minor_locator(pyplot.NullLocator())
+            axis.plot([r["seq"] for r in line], [r["ms"]["ours"] for r in line], marker=".", color=colour, label=name)
+            floors = [r["floor_ms"] for r in line]
+            axis.plot([r["seq"] for r in line], floors, ":", color=colour, linewidth=0.8)
+        axis.set(xscale="log", yscale="log", title=which, xlabel="tokens")
+        plain_log(pyplot, axis.xaxis, 4)
+        plain_log(pyplot, axis.yaxis)
         axis.grid(alpha=0.2)
-    for axis in axes[:, 0]:
-        axis.set_ylabel("ms")
-    lines = [pyplot.Line2D([], [], color=c, linestyle=s) for c in (OURS, PEER) for s in ("-", "--")]
-    labels = ["Fretwork, forward", "backward", "best peer, forward", "backward"]
-    figure.legend(lines, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    axes[0].set_ylabel("ms; dotted: floor")
+    axes[0].legend(fontsize=8, frameon=False)
     figure.suptitle(f"{of[0]['device']}: time by tokens, {of[0]['heads']} heads, D = 128, {of[0]['dtype']}")
     return figure
 
@@ -85,7 +92,7 @@ def block(pyplot: Any, rows: list[Row]) -> Any:
     densities = sorted({r["density"] for r in of}, reverse=True)
     for above, dtype in zip(axes, dtypes, strict=True):
         for axis, op in zip(above, ("dsd", "dds", "sdd"), strict=True):
-            for density, colour in zip(densities, SHADES, strict=False):
+            for density, colour in zip(densities, itertools.cycle(SHADES), strict=False):
                 line = sorted(
                     (r for r in of if (r["op"], r["dtype"], r["density"]) == (op, dtype, density)),
                     key=lambda r: r["block"],
@@ -124,59 +131,52 @@ def conv(pyplot: Any, rows: list[Row]) -> Any:
     return figure
 
 
-def by_rows(
-    pyplot: Any, found: dict[str, dict[str, list[tuple[int, float]]]], title: str, label: str, means: bool
-) -> Any:
-    """A panel for each dtype: ratios over rows, as a line for each name; with `means`, points and their means."""
-    columns = min(2, len(found))
-    lines = -(-len(found) // columns)
-    figure, axes = pyplot.subplots(
-        lines, columns, figsize=(9, 0.6 + 3 * lines), squeeze=False, sharex=True, layout="constrained"
-    )
-    for axis in axes.flat[len(found) :]:
-        axis.set_visible(False)
-    for axis, (dtype, named) in zip(axes.flat, sorted(found.items()), strict=False):
-        for (name, points), colour in zip(sorted(named.items()), SHADES, strict=False):
-            sizes = sorted({size for size, _ in points})
-            mean = [statistics.geometric_mean(ratio for at, ratio in points if at == size) for size in sizes]
-            axis.plot(sizes, mean, marker="." if not means else None, color=colour, label=name)
-            if means:
-                axis.scatter([s for s, _ in points], [r for _, r in points], s=6, color=colour, alpha=0.4, linewidths=0)
-        axis.set(xscale="log", yscale="log", title=dtype, xlabel="rows", ylabel=label)
-        axis.xaxis.set_major_locator(pyplot.matplotlib.ticker.LogLocator(base=4))
-        axis.xaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_major_locator(pyplot.matplotlib.ticker.LogLocator(base=2))
-        axis.yaxis.set_major_formatter("{x:g}")
-        for one in (axis.xaxis, axis.yaxis):
-            one.set_minor_locator(pyplot.NullLocator())
-        axis.tick_params(axis="x", labelrotation=30, labelsize=8)
-        axis.axhline(1.0, color="black", linewidth=0.8)
-        axis.grid(alpha=0.2)
-        axis.legend(fontsize=7, frameon=False)
-    figure.suptitle(title)
-    return figure
-
-
 def kronecker(pyplot: Any, rows: list[Row]) -> Any:
-    """The best of torch's ways ÷ ours, over the rows of x."""
-    found: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    """The best of torch's ways ÷ ours: a line for each dtype, number of rows and layout, a point for each pattern."""
+    found: dict[tuple[str, int, str], list[float]] = {}
     for r in rows:
         peers = [ms for name, ms in r["ms"].items() if name != "kernel"]
         if r["part"] == "forward" and peers:
-            dtype = " ".join([r["dtype"], {"highest": "ieee", "high": "tf32"}.get(r["precision"], "")]).strip()
-            points = found.setdefault(dtype, {}).setdefault(f"batch {r['layout']}", [])
-            points.append((r["batch"], min(peers) / r["ms"]["kernel"]))
-    return by_rows(pyplot, found, f"{rows[0]['device']}: Kronecker products", "best of torch ÷ ours", means=True)
+            dtype = f"{r['dtype']} {PRECISIONS.get(r['precision'], '')}".strip()
+            found.setdefault((dtype, r["batch"], r["layout"]), []).append(min(peers) / r["ms"]["kernel"])
+    names = sorted(found)
+    figure, axis = pyplot.subplots(figsize=(9, 1.2 + 0.28 * len(names)), layout="constrained")
+    for n, name in enumerate(names):
+        axis.scatter(found[name], [n] * len(found[name]), s=14, color=OURS, alpha=0.35, linewidths=0)
+        axis.scatter([statistics.geometric_mean(found[name])], [n], s=60, color=PEER, marker="|", linewidths=2)
+    labels = [f"{dtype}, {batch} rows, batch {layout}" for dtype, batch, layout in names]
+    axis.set(xscale="log", xlabel="best of torch ÷ ours; bar: geometric mean", yticks=range(len(names)))
+    axis.set_yticklabels(labels, fontsize=8)
+    plain_log(pyplot, axis.xaxis, 2)
+    axis.axvline(1.0, color="black", linewidth=0.8)
+    axis.grid(axis="x", alpha=0.2)
+    axis.invert_yaxis()
+    figure.suptitle(f"{rows[0]['device']}: Kronecker products, one point for each pattern")
+    return figure
 
 
 def two_four(pyplot: Any, rows: list[Row]) -> Any:
-    """Torch's dense layer ÷ ours, over the rows of x."""
-    found: dict[str, dict[str, list[tuple[int, float]]]] = {}
-    for r in rows:
-        if r["part"] == "product" and r["op"] == "linear" and r["arch"] == "auto" and r["ms"].get("dense"):
-            points = found.setdefault(r["dtype"], {}).setdefault(f"{r['m']} × {r['k']}", [])
-            points.append((r["n"], r["ms"]["dense"] / r["ms"]["ours"]))
-    return by_rows(pyplot, found, f"{rows[0]['device']}: 2:4 layers", "dense ÷ ours", means=False)
+    """Torch's dense layer ÷ ours, over the rows of x: a panel for each dtype, a line for each layer."""
+    of = [r for r in rows if r["part"] == "product" and r["op"] == "linear" and r["arch"] == "auto"]
+    of = [r for r in of if r["ms"].get("dense")]
+    dtypes, layers = sorted({r["dtype"] for r in of}), sorted({(r["m"], r["k"]) for r in of})
+    lines = -(-len(dtypes) // 2)
+    figure, axes = pyplot.subplots(
+        lines, 2, figsize=(9, 0.9 + 2.8 * lines), squeeze=False, sharex=True, sharey=True, layout="constrained"
+    )
+    for axis, dtype in zip(axes.flat, dtypes, strict=False):
+        for (m, k), colour in zip(layers, itertools.cycle(SHADES), strict=False):
+            line = sorted((r["n"], r["ms"]["dense"] / r["ms"]["ours"]) for r in of if (r["m"], r["k"]) == (m, k)
+                          and r["dtype"] == dtype)  # fmt: skip
+            axis.plot([n for n, _ in line], [ratio for _, ratio in line], marker=".", color=colour, label=f"{m} × {k}")
+        axis.set(xscale="log", title=dtype, xlabel="rows", ylabel="dense ÷ ours")
+        plain_log(pyplot, axis.xaxis, 4)
+        axis.tick_params(axis="x", labelrotation=30, labelsize=8)
+        axis.axhline(1.0, color="black", linewidth=0.8)
+        axis.grid(alpha=0.2)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=7, fontsize=8, frameon=False)
+    figure.suptitle(f"{of[0]['device']}: 2:4 layers (out × in)")
+    return figure
 
 
 PICTURES: dict[str, tuple[str, Draw]] = {

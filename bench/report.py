@@ -488,7 +488,7 @@ FAMILIES: dict[str, tuple[str, str, Section]] = {
     "attention": ("Attention", "time by pattern, and by length", attention_section),
     "block": ("Block products and softmax", "rate by block and density", lambda rows: section(rows[0]["device"], rows)),
     "conv": ("Convolution", "dense ÷ ours, by layer", conv_section),
-    "kronecker": ("Kronecker products", "best of torch ÷ ours, by rows", kronecker_section),
+    "kronecker": ("Kronecker products", "best of torch ÷ ours, by type and rows", kronecker_section),
     "two_four": ("2:4 layers and tools", "dense ÷ ours, by rows", two_four_section),
 }
 

@@ -122,3 +122,10 @@ def on_files(files: Files, config: Any) -> Files:
         if file.src_dir == config.docs_dir and file.src_uri.endswith(".css")
     ]
     return Files(made)
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """The first page has no neighbours to show beside it."""
+    if page.file.src_uri == "README.md":
+        page.meta["hide"] = ["navigation"]
+    return markdown

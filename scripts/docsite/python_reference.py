@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "python"
@@ -32,11 +33,12 @@ def origin(tree: ast.Module, name: str) -> str | None:
     return None
 
 
-def first_line(module: str) -> str:
-    """The sentence that a module begins with."""
+def title(module: str) -> str:
+    """What a module is about: its first sentence up to a colon."""
     path = PACKAGE / module.replace(".", "/")
     file = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
-    return (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
+    first = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
+    return re.split(r"[:.]( |$)", first)[0]
 
 
 def page(file: Path) -> str:
@@ -49,7 +51,7 @@ def page(file: Path) -> str:
             families.setdefault(origin(tree, name), []).append(name)
     for family, names in families.items():
         if family is not None and module in ("fretwork", "fretwork.jax"):
-            text += f"\n## {first_line(family).rstrip('.')}\n"
+            text += f"\n## {title(family)}\n"
         for name in names:
             text += f"\n::: {module}.{name}\n"
     return text

@@ -174,7 +174,8 @@ def two_four(pyplot: Any, rows: list[Row]) -> Any:
         axis.tick_params(axis="x", labelrotation=30, labelsize=8)
         axis.axhline(1.0, color="black", linewidth=0.8)
         axis.grid(alpha=0.2)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=7, fontsize=8, frameon=False)
+    labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(*labels, loc="outside lower center", ncols=7, fontsize=8, frameon=False)
     figure.suptitle(f"{of[0]['device']}: 2:4 layers (out × in)")
     return figure
 

@@ -10,6 +10,7 @@ import re
 
 FENCE = re.compile(r"^ *(```|~~~)")
 ITEM = re.compile(r"^( *)([-*+]|\d+[.)])( +)")
+NUMBER = re.compile(r"^(\d+)([.)] )")
 LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)")
 HOLDS_MARKDOWN = re.compile(r"<(table|tr|td|th|details)>")
 
@@ -33,32 +34,39 @@ def links(text: str) -> list[str]:
 def to_python_markdown(text: str) -> str:
     """The same page in Python-Markdown's terms."""
     out: list[str] = []
-    levels: list[int] = []  # columns at which the texts of the open list items begin
-    inside = False  # a block of code
+    lists: list[tuple[int, int]] = []  # of each open item, the columns of its mark and of its text
+    code = words = False  # the line before belongs to a block of code, or to a paragraph or a table
+    loose = False  # the innermost item has more than one block
     for line in text.splitlines():
+        item, fence = ITEM.match(line), FENCE.match(line)
+        if code or not line.strip():
+            out.append(moved(line, lists))
+            if code and fence:
+                out.append("")
+            code, words, loose = code and not fence, False, True
+            continue
         indent = len(line) - len(line.lstrip())
-        if inside or not line.strip():
-            inside = inside and not FENCE.match(line)
-            out.append(moved(line, levels))
-            continue
-        while levels and indent < levels[-1]:
-            # A paragraph goes on behind its first line, wherever that stands; anything else ends the item.
-            levels.pop()
-        item = ITEM.match(line)
+        beside = any(indent == mark for mark, _ in lists)
+        if item and words and not beside and item[2] not in ("-", "*", "+", "1."):
+            item = None  # a number that begins a line within a paragraph
+        if item or fence or not words:
+            while lists and indent < lists[-1][1]:
+                lists.pop()
+        goes_on = words and not item and not fence
         table = line.lstrip().startswith("|")
-        before = out[-1].strip() if out else ""
-        if before and ((item and not listed(before)) or (table and not before.startswith("|"))):
+        if words and (
+            (item and (loose or not (beside or lists))) or fence or (table and not out[-1].lstrip().startswith("|"))
+        ):
             out.append("")
-        inside = bool(FENCE.match(line))
-        if not inside:
-            line = literal(line)
         if item:
-            out.append("    " * len(levels) + line.lstrip())
-            levels.append(len(item[0]))
-            continue
-        if inside and before and levels:
-            out.append("")
-        out.append(moved(line, levels))
+            out.append("    " * len(lists) + literal(line.lstrip()))
+            lists.append((indent, len(item[0])))
+            loose = False
+        elif goes_on and lists and not table:
+            out.append(NUMBER.sub(r"\1\\\2", literal(line.lstrip())))
+        else:
+            out.append(moved(line if fence else literal(line), lists))
+        code, words = bool(fence), not fence and not line.startswith("#")
     return HOLDS_MARKDOWN.sub(r'<\1 markdown="1">', "\n".join(out)) + "\n"
 
 
@@ -68,11 +76,6 @@ def literal(line: str) -> str:
     return "".join(part if part.startswith("`") else part.replace("][", r"]\[") for part in parts)
 
 
-def listed(line: str) -> bool:
-    """Whether a list item may follow a line directly: one of a list."""
-    return line.startswith(" ") or bool(ITEM.match(line))
-
-
-def moved(line: str, levels: list[int]) -> str:
+def moved(line: str, lists: list[tuple[int, int]]) -> str:
     """A line inside of list items, four spaces for each of them."""
-    return "    " * len(levels) + line[levels[-1] :] if levels and line.strip() else line
+    return "    " * len(lists) + line[lists[-1][1] :] if lists and line.strip() else line

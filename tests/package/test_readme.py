@@ -79,7 +79,9 @@ def anchors(file: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in words}
 
 
-@pytest.mark.parametrize("file", ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").rglob("*.md")))])
+@pytest.mark.parametrize(
+    "file", ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").rglob("*.md")))]
+)
 def test_links_lead_somewhere(file):
     page = ROOT / file
     for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text())):

@@ -31,12 +31,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from fretwork._checks import needs
 from fretwork._torch.arguments import check_tensor
 from fretwork.attention import attention
-from fretwork.compat._structure_in_config import structure_saved
 from fretwork.patterns import Pattern
+
+with needs("fretwork.compat.transformers", "transformers", "transformers"):
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+    from fretwork.compat._structure_in_config import structure_saved
 
 # Added to the scores of padding; the smallest number there is would be infinite after another is added.
 _UNSEEN = torch.finfo(torch.float32).min / 4

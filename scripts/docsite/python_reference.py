@@ -20,7 +20,7 @@ def public_names(tree: ast.Module) -> list[str]:
     for node in ast.walk(tree):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if isinstance(node, ast.Assign | ast.AugAssign) and any(getattr(t, "id", "") == "__all__" for t in targets):
-            found += [one.value for one in ast.walk(node.value) if isinstance(one, ast.Constant)]
+            found += [str(one.value) for one in ast.walk(node.value) if isinstance(one, ast.Constant)]
     defined = [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
     return found or [name for name in dict.fromkeys(defined) if not name.startswith("_")]
 
@@ -53,7 +53,9 @@ def page(file: Path) -> str:
         if family is not None and module in ("fretwork", "fretwork.jax"):
             text += f"\n## {title(family)}\n"
         for name in names:
-            text += f"\n::: {module}.{name}\n"
+            # A function that has the name of its module hides it in Python, but not from who only reads the sources.
+            path = f"{family}.{name}" if family == f"{module}.{name}" else f"{module}.{name}"
+            text += f"\n::: {path}\n"
     return text
 
 

@@ -1,4 +1,4 @@
-"""The documentation site: it builds strictly, nothing public is missing from its reference, and its pictures are of the rows."""
+"""The documentation site builds strictly, its reference has everything public, and its pictures are of the rows."""
 
 import os
 import re
@@ -54,7 +54,8 @@ def test_every_public_name_of_python_is_in_the_reference(site):
     functions = [
         name for name in fw.__all__ if name not in ("jit", "kronecker", "nn", "patterns", "recipes", "two_four")
     ]
-    missing = [name for name in functions if f'id="fretwork.{name}"' not in page]
+    missing = [name for name in functions if not re.search(rf'id="fretwork\.({name}\.)?{name}"', page)]
+    assert "doc-symbol-module" not in page  # functions, not the modules of their names
     for room in (fw.nn, fw.patterns, fw.kronecker, fw.two_four, fw.recipes, fw.jit):
         page = (site / f"reference/python/{room.__name__.removeprefix('fretwork.')}/index.html").read_text()
         missing += [f"{room.__name__}.{n}" for n in room.__all__ if f'id="{room.__name__}.{n}"' not in page]

@@ -1,11 +1,12 @@
 """Attention on what only the device knows: key blocks, selections, packed documents, beside torch's ways.
 
-    python bench/dynamic_attention.py                      # all parts, bf16, D = 128
+    python bench/dynamic_attention.py                      # on a GPU: all parts, bf16, D = 128
     python bench/dynamic_attention.py --parts varlen,host --json rows.json
+    python bench/dynamic_attention.py --device cpu --json rows.json    # blocks beside SDPA with their mask, fp32
 
 TFLOP/s count the scores that are there, two products forward and five backward. Tensors that name keys are random and
 made before the clock starts; the work on them is in the times. Selections stand beside dense causal attention by cuDNN,
-documents beside torch's varlen_attn and compiled FlexAttention, with its mask kept and with its mask made in each call.
+documents beside torch's varlen_attn and compiled FlexAttention, with its mask kept or made in each call.
 `walk` sums up the kernels that write walks, `host` is the host's time of a small call in inference mode.
 """
 
@@ -26,14 +27,30 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
 import fretwork as fw
-from timing import medians
+from rows import machine
+from timing import Call, medians, turns
 
-PARTS = ("blocks", "selected", "varlen", "walk", "host")
+PARTS = {"cuda": "blocks,selected,varlen,walk,host", "cpu": "masked"}
 Case = tuple[str, list[Tensor], float, dict[str, Callable[..., Tensor]]]
 
 
 def operands(device: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:
-    return [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def masked(device: torch.device, seq: int, depth: int) -> Iterator[Case]:
+    """Four heads, with blocks of their own, beside SDPA with the same mask."""
+    side, heads = 64, 4
+    inputs = operands(device, *((1, heads, seq, depth),) * 3)
+    mask = torch.rand(1, heads, seq // side, seq // side, device=device) < 0.1
+    elements = mask.repeat_interleave(side, 2).repeat_interleave(side, 3)
+    peers: dict[str, Callable[..., Tensor]] = {
+        "fretwork": partial(fw.attention, blocks=mask, block=side),
+        "sdpa": partial(torch.nn.functional.scaled_dot_product_attention, attn_mask=elements),
+    }
+    name = f"{heads} heads, S = {seq}, D = {depth}, blocks of {side}, density 0.1"
+    yield name, inputs, mask.sum().item() * side * side, peers
 
 
 def blocks(device: torch.device, seq: int, depth: int) -> Iterator[Case]:
@@ -90,12 +107,12 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, most: int) -> 
 
 
 class Flex:
-    """Compiled FlexAttention over documents, with its mask kept or made in each call."""
+    """Compiled FlexAttention over documents, its mask kept, or made in each call by its function or that compiled."""
 
-    def __init__(self, starts: Tensor, tokens: int, kept: bool) -> None:
+    def __init__(self, starts: Tensor, tokens: int, kept: bool = False, compiled: bool = False) -> None:
         self.starts, self.tokens = starts, tokens
         self.attend = torch.compile(flex_attention)
-        self.make = torch.compile(create_block_mask)
+        self.make = torch.compile(create_block_mask) if compiled else create_block_mask
         self.kept = self.mask() if kept else None
 
     def mask(self) -> BlockMask:
@@ -129,7 +146,9 @@ def varlen(device: torch.device, seq: int, depth: int) -> Iterator[Case]:
             "torch": partial(torch_varlen, starts=starts, most=most),
         }
         if lengths is mixed_lengths:
-            peers |= {"flex": Flex(starts, tokens, True), "flex, mask made": Flex(starts, tokens, False)}
+            peers["flex"] = Flex(starts, tokens, kept=True)
+            peers["flex, mask made"] = Flex(starts, tokens)
+            peers["flex, compiled mask made"] = Flex(starts, tokens, compiled=True)
         span = f"{min(lengths)} to {max(lengths)}" if lengths is mixed_lengths else f"the first of {lengths[0]}"
         yield f"{len(lengths)} documents, {span}, causal", inputs, scores, peers
 
@@ -150,12 +169,8 @@ def walk(device: torch.device, seq: int, depth: int) -> Iterator[dict[str, objec
                 call()
             torch.cuda.synchronize()
         us = sum(e.device_time_total for e in profiled.key_averages() if any(name in e.key for name in writers)) / 10
-        yield {
-            "case": f"walks of blocks of {side}, density 0.1",
-            "pass": "both",
-            "peer": "fretwork",
-            "us": round(us, 1),
-        }
+        case = f"walks of blocks of {side}, density 0.1"
+        yield {**machine(device), "case": case, "pass": "both", "peer": "fretwork", "us": round(us, 1)}
 
 
 def host(device: torch.device, _seq: int, _depth: int) -> Iterator[dict[str, object]]:
@@ -183,7 +198,16 @@ def host(device: torch.device, _seq: int, _depth: int) -> Iterator[dict[str, obj
                 best[name] = min(best[name], (time.perf_counter() - begin) / 20 * 1e6)
                 torch.cuda.synchronize()
     for name, us in best.items():
-        yield {"case": f"host: {name}", "pass": "forward", "peer": "fretwork", "us": round(us, 1)}
+        peer = "torch" if "torch" in name else "fretwork"
+        yield {**machine(device), "case": f"host: {name}", "pass": "forward", "peer": peer, "us": round(us, 1)}
+
+
+def times(calls: dict[str, Call], device: torch.device) -> dict[str, float]:
+    """Milliseconds: medians on a GPU, minima on a CPU, whose cores others may use too. Calls are interleaved."""
+    if device.type == "cuda":
+        return medians(calls, device)
+    of = turns(calls, device, rounds=40, seconds=20.0)
+    return {name: min(ms for turn in all_turns for ms in turn) for name, all_turns in of.items()}
 
 
 def measure(case: Case, device: torch.device, depth: int) -> Iterator[dict[str, object]]:
@@ -195,36 +219,45 @@ def measure(case: Case, device: torch.device, depth: int) -> Iterator[dict[str, 
         p: partial(torch.autograd.grad, o, inputs, weight, retain_graph=True) for p, o in results.items()
     }
     for which, products, calls in (("forward", 2, forward), ("backward", 5, backward)):
-        for peer, ms in medians(calls, device).items():
+        for peer, ms in times(calls, device).items():
             rate = 2 * products * depth * scores / ms / 1e9
-            yield {"case": name, "pass": which, "peer": peer, "ms": round(ms, 4), "tflops": round(rate, 1)}
+            facts = {**machine(device), "dtype": str(inputs[0].dtype).removeprefix("torch.")}
+            facts["of"] = "medians" if device.type == "cuda" else "minima"
+            yield {**facts, "case": name, "pass": which, "peer": peer, "ms": round(ms, 4), "tflops": round(rate, 3)}
 
 
-def show(row: dict[str, object]) -> None:
+def show(row: dict[str, object], threads: str) -> None:
     measured = f"{row['us']:9} µs" if "us" in row else f"{row['ms']:9} ms {row['tflops']:7} TFLOP/s"
-    print(f"{row['case']:56} {row['pass']:9} {row['peer']:16} {measured}", flush=True)
+    print(f"{row['case']:56} {row['pass']:9} {row['peer']:24} {measured} {threads}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--seq", type=int, default=16384)
-    parser.add_argument("--depth", type=int, default=128)
+    parser.add_argument("--parts", help="of blocks, selected, varlen and masked")
+    parser.add_argument("--seq", type=int, help="16384, on a CPU 2048")
+    parser.add_argument("--depth", help="head dims, 128, on a CPU 64,128")
+    parser.add_argument("--threads", default="", help="on a CPU 1,2")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device, rows = torch.device(options.device), []
-    for part in options.parts.split(","):
-        if part in ("walk", "host"):
-            found = (walk if part == "walk" else host)(device, options.seq, options.depth)
-        else:
-            cases = {"blocks": blocks, "selected": selected, "varlen": varlen}[part](device, options.seq, options.depth)
-            found = (row for case in cases for row in measure(case, device, options.depth))
-        for row in found:
-            rows.append(row)
-            show(row)
+    on_cpu = device.type == "cpu"
+    parts = {"blocks": blocks, "selected": selected, "varlen": varlen, "masked": masked}
+    seq, depths = options.seq or (2048 if on_cpu else 16384), options.depth or ("64,128" if on_cpu else "128")
+    for threads in (options.threads or ("1,2" if on_cpu else "0")).split(","):
+        if int(threads):
+            torch.set_num_threads(int(threads))
+        for part in (options.parts or PARTS[device.type]).split(","):
+            for depth in map(int, depths.split(",")):
+                if part in ("walk", "host"):
+                    found = (walk if part == "walk" else host)(device, seq, depth)
+                else:
+                    found = (row for case in parts[part](device, seq, depth) for row in measure(case, device, depth))
+                for row in found:
+                    rows.append(row)
+                    show(row, f"{threads} threads" if on_cpu else "")
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        options.json.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
 
 
 if __name__ == "__main__":

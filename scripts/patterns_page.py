@@ -160,8 +160,10 @@ print(model(torch.randint(64, (1, 700))).logits.shape)
 For trained weights, call `model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fretwork")` and set
 `model.config.fretwork_pattern = "strided({seq}, 128)"`. The pattern is saved and restored with the model. Positions
 count from the first real token of a row. So a padded row has the same results as the row alone, also for patterns that
-depend on positions (`sinks`, `fixed`, …); rows with different padding are then computed in groups. Growing key caches
-are supported; the module's docstring lists what is not.
+depend on positions (`sinks`, `fixed`, …); rows with different padding are then computed in groups. Growing and static
+key caches are supported. Packed sequences (position ids that begin anew, or `cu_seq_lens_q`) are documents of their
+own, learned sinks (gpt-oss) count, and a function may choose key blocks in each layer
+([`use_blocks`](dynamic-sparsity.md#hugging-face)); the module's docstring lists what is not supported.
 
 ### Scores, softmax and product apart
 If you need the scores, there are three operators, those of the SPLAT paper on regular sparsity, for every pattern and

@@ -13,6 +13,7 @@
 #include "fretwork/ops.h"
 #include "fretwork/pattern.h"
 #include "fretwork/patterns.h"
+#include "fretwork/sharding.h"
 #include "fretwork/tensor.h"
 #include "fretwork/two_four.h"
 #include "pattern/regular.h"
@@ -239,6 +240,34 @@ fretwork_pattern* fretwork_pattern_from_runs(int64_t rows, int64_t cols, const i
 
 int fretwork_pattern_contains(const fretwork_pattern* pattern, int64_t row, int64_t col) {
   return guarded(-1, [&] { return fretwork::as_regular("contains", pattern->is)->contains(row, col) ? 1 : 0; });
+}
+
+int fretwork_pattern_shard(const fretwork_pattern* pattern, int64_t world_size, int64_t align, int64_t* row_ends,
+                           int64_t* key_ends) {
+  return guarded(-1, [&] {
+    const fretwork::Shards shards = fretwork::shard(pattern->is, world_size, align);
+    const auto end = [](const fretwork::patterns::Span& span) { return span.end; };
+    std::transform(shards.rows.begin(), shards.rows.end(), row_ends, end);
+    std::transform(shards.keys.begin(), shards.keys.end(), key_ends, end);
+    return 0;
+  });
+}
+
+int64_t fretwork_pattern_rows_nnz(const fretwork_pattern* pattern, int64_t begin, int64_t end) {
+  return guarded(int64_t{-1}, [&] { return fretwork::nnz_of_rows(pattern->is, {begin, end}); });
+}
+
+int64_t fretwork_pattern_rows_keys(const fretwork_pattern* pattern, int64_t begin, int64_t end, const int64_t* key_ends,
+                                   int64_t ranks, int64_t* keys, int64_t room) {
+  return guarded(int64_t{-1}, [&] {
+    const auto all = fretwork::keys_of_rows(pattern->is, {begin, end}, {key_ends, static_cast<std::size_t>(ranks)});
+    for (std::size_t n = 0; n < all.size() && static_cast<int64_t>(n) < room; ++n) {
+      *keys++ = all[n].rank;
+      *keys++ = all[n].begin;
+      *keys++ = all[n].end;
+    }
+    return static_cast<int64_t>(all.size());
+  });
 }
 
 fretwork_pattern* fretwork_pattern_block_cover(const fretwork_pattern* pattern, int64_t block_rows, int64_t block_cols,

@@ -234,24 +234,29 @@ void ksmm_backward_weight(Call& call) {
 
 /// Options of attention from the attributes and the inputs from `first` on: those of bias, slopes, dropout's seed (64
 /// bits in any type), key padding and sinks that the attribute "extras" names by b, s, d, k and z.
-struct AttentionCall {
-  AttentionCall(Call& call, std::size_t first) {
-    patterns = fretwork::parse_patterns(call.attribute<std::string_view>("patterns"));
-    options.scale = call.attribute<double>("scale");
-    options.softcap = call.attribute<double>("softcap");
-    options.dropout = call.attribute<double>("dropout_p");
-    for (const char kind : call.attribute<std::string_view>("extras")) {
-      if (kind == 'd') {
-        options.dropout_seed = static_cast<const std::int64_t*>(call.memory(first++));
-      } else {
-        (kind == 'b'   ? options.bias
-         : kind == 's' ? options.slopes
-         : kind == 'k' ? options.key_padding
-                       : options.sinks) = call.in(first++);
-      }
+fretwork::AttentionOptions attention_options(Call& call, std::size_t first) {
+  fretwork::AttentionOptions options;
+  options.scale = call.attribute<double>("scale");
+  options.softcap = call.attribute<double>("softcap");
+  options.dropout = call.attribute<double>("dropout_p");
+  for (const char kind : call.attribute<std::string_view>("extras")) {
+    if (kind == 'd') {
+      options.dropout_seed = static_cast<const std::int64_t*>(call.memory(first++));
+    } else {
+      (kind == 'b'   ? options.bias
+       : kind == 's' ? options.slopes
+       : kind == 'k' ? options.key_padding
+                     : options.sinks) = call.in(first++);
     }
-    call.context.precision = precision_of(call.attribute<std::string_view>("precision"));
   }
+  call.context.precision = precision_of(call.attribute<std::string_view>("precision"));
+  return options;
+}
+
+struct AttentionCall {
+  AttentionCall(Call& call, std::size_t first)
+      : patterns(fretwork::parse_patterns(call.attribute<std::string_view>("patterns"))),
+        options(attention_options(call, first)) {}
   std::vector<fretwork::PatternPtr> patterns;
   fretwork::AttentionOptions options;
 };
@@ -276,6 +281,71 @@ void attention_backward(Call& call) {
   }
   fretwork::attention_backward(call.in(0), call.in(1), call.in(2), own.patterns, call.in(3), call.in(4), call.in(5),
                                call.in(6), gradients, call.context, own.options);
+}
+
+/// Keys that only the device knows, and options, of the inputs from `first` on. The attribute "keys" names what comes
+/// first: a mask, the counts and indices of lists, what each query selected, or where documents of queries and of keys
+/// begin. "sizes" are the rows and columns of a block, causal, left, right, max_q and max_k, −1 for none.
+struct DynamicCall {
+  DynamicCall(Call& call, std::size_t first) {
+    if (const auto text = call.attribute<std::string_view>("pattern"); !text.empty()) {
+      pattern = fretwork::parse_pattern(text);
+    }
+    const auto form = call.attribute<std::string_view>("keys");
+    if (form == "mask") {
+      keys.mask = call.in(first++);
+    } else if (form == "lists") {
+      keys.counts = call.in(first++);
+      keys.indices = call.in(first++);
+    } else if (form == "selected") {
+      keys.selected = call.in(first++);
+    } else {
+      keys.cu_q = call.in(first++);
+      keys.cu_k = call.in(first++);
+    }
+    const auto sizes = call.attribute<ffi::Span<const std::int64_t>>("sizes").begin();
+    const auto bound = [&](int n) { return sizes[n] < 0 ? std::nullopt : std::optional(sizes[n]); };
+    keys.block_rows = sizes[0];
+    keys.block_cols = sizes[1];
+    keys.causal = sizes[2] > 0;
+    keys.left = bound(3);
+    keys.right = bound(4);
+    keys.max_q = bound(5);
+    keys.max_k = bound(6);
+    options = attention_options(call, first);
+  }
+  fretwork::PatternPtr pattern;
+  fretwork::DeviceKeys keys;
+  fretwork::AttentionOptions options;
+};
+
+/// Inputs: q, k, v, the keys and the extras. Outputs: o and lse.
+void dynamic_attention(Call& call) {
+  const DynamicCall own(call, 3);
+  fretwork::dynamic_attention(call.in(0), call.in(1), call.in(2), own.pattern, own.keys, call.out(0), call.out(1),
+                              call.context, own.options);
+}
+
+/// Inputs: q, k, v, o, lse, d_o, d_lse, the keys and the extras. Outputs: the gradients of q, k, v and, where it is
+/// among the extras, of bias.
+void dynamic_attention_backward(Call& call) {
+  const DynamicCall own(call, 7);
+  fretwork::AttentionGradients gradients{.q = call.out(0), .k = call.out(1), .v = call.out(2), .bias = {}, .sinks = {}};
+  if (own.options.bias.has_value()) {
+    gradients.bias = call.out(3);
+  }
+  fretwork::dynamic_attention_backward(call.in(0), call.in(1), call.in(2), own.pattern, own.keys, call.in(3),
+                                       call.in(4), call.in(5), call.in(6), gradients, call.context, own.options);
+}
+
+/// Inputs: q and k. Outputs: counts and indices.
+void select_blocks(Call& call) {
+  const fretwork::SelectOptions options{.block_q = call.attribute<std::int64_t>("block_q"),
+                                        .block_k = call.attribute<std::int64_t>("block_k"),
+                                        .causal = call.attribute<bool>("causal"),
+                                        .first = call.attribute<std::int64_t>("first"),
+                                        .last = call.attribute<std::int64_t>("last")};
+  fretwork::select_blocks(call.in(0), call.in(1), call.out(1).size(3), call.out(0), call.out(1), call.context, options);
 }
 
 void r_sddmm(Call& call) { fretwork::r_sddmm(call.in(0), call.in(1), call.pattern(), call.out(0), call.context); }
@@ -432,6 +502,9 @@ extern "C" const Handlers* fretwork_jax_handlers() {
       handlers<ksmm_backward_weight>("ksmm_backward_weight"),
       handlers<attention>("attention"),
       handlers<attention_backward>("attention_backward"),
+      handlers<dynamic_attention>("dynamic_attention"),
+      handlers<dynamic_attention_backward>("dynamic_attention_backward"),
+      handlers<select_blocks>("select_blocks"),
       handlers<r_sddmm>("r_sddmm"),
       handlers<r_spmm>("r_spmm"),
       handlers<r_spmm_transposed>("r_spmm_transposed"),

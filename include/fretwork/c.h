@@ -60,6 +60,15 @@ fretwork_pattern* fretwork_pattern_with_prefix(const fretwork_pattern* pattern, 
 fretwork_pattern* fretwork_pattern_from_runs(int64_t rows, int64_t cols, const int64_t* runs, size_t count);
 /* Whether an element is there: 1, 0, or −1 where the pattern is not regular. */
 int fretwork_pattern_contains(const fretwork_pattern* pattern, int64_t row, int64_t col);
+/* Cuts the rows over `world_size` ranks where their elements come nearest to equal shares, at multiples of `align`:
+ * writes for each rank where its rows end, and where its keys end. */
+int fretwork_pattern_shard(const fretwork_pattern* pattern, int64_t world_size, int64_t align, int64_t* row_ends,
+                           int64_t* key_ends);
+/* Elements of rows [begin, end); and the keys that these have, as (rank, begin, end) in order, where rank r has the
+ * keys up to key_ends[r]: as many as there is room for. Gives how many there are. −1 with an error. */
+int64_t fretwork_pattern_rows_nnz(const fretwork_pattern* pattern, int64_t begin, int64_t end);
+int64_t fretwork_pattern_rows_keys(const fretwork_pattern* pattern, int64_t begin, int64_t end, const int64_t* key_ends,
+                                   int64_t ranks, int64_t* keys, int64_t room);
 /* The blocks that it touches as a block layout, and the share of their elements that it has not; or null. */
 fretwork_pattern* fretwork_pattern_block_cover(const fretwork_pattern* pattern, int64_t block_rows, int64_t block_cols,
                                                double* fill_in);

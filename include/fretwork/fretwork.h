@@ -8,5 +8,6 @@
 #include "fretwork/ops.h"
 #include "fretwork/pattern.h"
 #include "fretwork/patterns.h"
+#include "fretwork/sharding.h"
 #include "fretwork/tensor.h"
 #include "fretwork/two_four.h"

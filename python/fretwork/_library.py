@@ -66,6 +66,12 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "pattern_from_runs": (_POINTER, [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_size_t]),
     "pattern_contains": (ctypes.c_int, [_POINTER, ctypes.c_int64, ctypes.c_int64]),
     "pattern_block_cover": (_POINTER, [_POINTER, ctypes.c_int64, ctypes.c_int64, _DOUBLE]),
+    "pattern_shard": (ctypes.c_int, [_POINTER, ctypes.c_int64, ctypes.c_int64, _INT64S, _INT64S]),
+    "pattern_rows_nnz": (ctypes.c_int64, [_POINTER, ctypes.c_int64, ctypes.c_int64]),
+    "pattern_rows_keys": (
+        ctypes.c_int64,
+        [_POINTER, ctypes.c_int64, ctypes.c_int64, _INT64S, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64],
+    ),
     "pattern_acsr": (ctypes.c_int, [_POINTER] + [ctypes.c_void_p] * 3),
     "pattern_describe": (ctypes.c_int64, [_POINTER, ctypes.c_char_p, ctypes.c_size_t]),
     "pattern_draw": (

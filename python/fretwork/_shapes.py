@@ -5,7 +5,10 @@ These are the core's own rules, for tracers, where no core runs; torch's fakes a
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from fretwork._checks import fail, refuse, whole_number
 from fretwork.patterns import BlockLayout, Pattern, full
@@ -411,6 +414,139 @@ def check_patterns(op: str, patterns: Sequence[Pattern], batch: int, heads: int,
             fail(op, "pattern", "a regular pattern, a block layout of one head or a Kronecker pattern", p.text)
 
 
+# Attention on what only the device knows
+
+_SIDES = (16, 32, 64, 128)
+
+
+def check_side(op: str, block: Any) -> int:
+    if isinstance(block, bool) or not isinstance(block, int) or block not in _SIDES:
+        fail(op, "block", "16, 32, 64 or 128", repr(block))
+    return block
+
+
+def check_sides(op: str, block: Any) -> tuple[int, int]:
+    """Of queries and of keys."""
+    if isinstance(block, (tuple, list)) and len(block) != 2:
+        fail(op, "block", "one or two of 16, 32, 64 and 128", block)
+    rows, cols = block if isinstance(block, (tuple, list)) else (block, block)
+    return check_side(op, rows), check_side(op, cols)
+
+
+def check_no_block(op: str, block: Any) -> None:
+    """Where there are no blocks their side means nothing."""
+    if block != 128:
+        fail(op, "block", "blocks with it", f"{block} without blocks")
+
+
+@lru_cache(256)
+def has_interval_rows(key: str) -> bool:
+    """Whether each row and each column of a pattern is an interval, without gaps between those of neighbours."""
+    pattern = Pattern.parse(key)
+    try:
+        lines = [p.numpy_acsr() for p in (pattern, pattern.T)]
+    except ValueError:
+        return False
+    return all(_touching_intervals(*line) for line in lines)
+
+
+def _touching_intervals(start: Any, stride: Any, count: Any) -> bool:
+    if ((stride != 1) & (count > 1)).any():
+        return False
+    begin, end = start[count > 0], (start + count)[count > 0]
+    first, last = np.minimum.accumulate(begin)[:-1], np.maximum.accumulate(end)[:-1]
+    return bool(((begin[1:] <= last) & (end[1:] >= first)).all())
+
+
+def check_one_pattern(op: str, texts: Sequence[str]) -> None:
+    if (different := len(set(texts))) > 1:
+        raise NotImplementedError(
+            f"{op}: pattern: expected one for all heads with blocks, got {different} different ones; call each group "
+            "of heads on its own"
+        )
+
+
+def check_block_pattern(op: str, pattern: Pattern, rows: int, cols: int, intervals: bool) -> None:
+    """`intervals`: what `has_interval_rows` says of it."""
+    if pattern.shape[-2:] != (rows, cols):
+        fail(op, "pattern", f"shape {(rows, cols)}, queries and keys of (B, H, S, D)", pattern.shape[-2:])
+    if not intervals:
+        fail(
+            op,
+            "pattern",
+            "one whose rows are intervals without gaps between them with blocks, such as causal or sliding_window",
+            f"{pattern.text[:80]}; without blocks every pattern is taken",
+            NotImplementedError,
+        )
+
+
+def check_blocks(op: str, q: Operand, k: Operand, blocks: Operand, lists: bool, sides: tuple[int, int]) -> None:
+    """A mask, or the indices of lists."""
+    batch, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
+    lines, width = -(-q.shape[2] // sides[0]), -(-k.shape[2] // sides[1])
+    if blocks.dtype != ("int32" if lists else "bool"):
+        fail(op, blocks.name, "int32" if lists else "bool", blocks.dtype)
+    shape = tuple(blocks.shape)
+    right = len(shape) == 4 and shape[2] == lines and (lists or shape[3] == width)
+    if not right or shape[0] not in (1, batch) or shape[1] not in (1, heads, kv_heads):
+        first, second = (
+            " | ".join(map(str, sorted({*sizes}, reverse=True))) for sizes in ((batch, 1), (heads, kv_heads, 1))
+        )
+        last = "N" if lists else width
+        fail(
+            op,
+            blocks.name,
+            f"({first}, {second}, {lines}, {last}) of (batch, heads, query blocks, key blocks) for block={sides}",
+            shape,
+        )
+    if blocks.device != q.device:
+        fail(op, blocks.name, f"a tensor on {q.device} like q", blocks.device)
+
+
+def check_selected(op: str, operands: Sequence[Operand], indices: Operand) -> None:
+    batch, _, rows, _ = check_qkv(op, operands)
+    kv_heads = operands[1].shape[1]
+    if indices.dtype != "int32":
+        fail(op, "indices", "int32", indices.dtype)
+    if len(indices.shape) != 4 or tuple(indices.shape[:3]) != (batch, kv_heads, rows):
+        fail(op, "indices", f"({batch}, {kv_heads}, {rows}, T)", tuple(indices.shape))
+
+
+def check_packed(op: str, operands: Sequence[Operand]) -> None:
+    """q, k and v without a batch, heads behind rows."""
+    for x, sizes in zip(operands, ("(Tq, Hq, D)", "(Tk, Hk, D)", "(Tk, Hk, Dv)"), strict=True):
+        if len(x.shape) != 3:
+            fail(op, x.name, f"3 dimensions {sizes}", tuple(x.shape))
+    check_qkv(op, [x._replace(shape=(1, x.shape[1], x.shape[0], x.shape[2])) for x in operands])
+
+
+def check_starts(op: str, cu: Operand, like: Operand | None = None) -> None:
+    """Where documents begin; those of keys `like` those of queries."""
+    if cu.dtype not in ("int32", "int64"):
+        fail(op, cu.name, "int32 or int64", cu.dtype)
+    if len(cu.shape) != 1 or cu.shape[0] == 0:
+        fail(op, cu.name, "one dimension and at least one entry", tuple(cu.shape))
+    if like is not None and tuple(cu.shape) != tuple(like.shape):
+        fail(op, cu.name, f"shape {tuple(like.shape)} like cu_q", tuple(cu.shape))
+
+
+def check_window(op: str, window: Any) -> tuple[int, int]:
+    """−1 for none."""
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        fail(op, "window", "a pair (left, right), None for no bound", window)
+    return check_bound(op, "window", window[0]), check_bound(op, "window", window[1])
+
+
+def check_bound(op: str, name: str, value: Any) -> int:
+    """−1 for none."""
+    if value is None:
+        return -1
+    number = whole_number(op, name, value)
+    if number < 0:
+        fail(op, name, "0 or more, or None", value)
+    return number
+
+
 # The selection of key blocks
 
 
@@ -440,7 +576,7 @@ def check_select_blocks(
         if count < 0:
             fail(op, name, "0 or more", count)
     if top_k < 1 or top_k < first + last:
-        fail(op, "top_k", f"at least 1 and first + last, {first} + {last}", top_k)
+        fail(op, "top_k", f"at least first + last, {first} + {last}" if first + last else "at least 1", top_k)
     return batch, kv_heads, -(-rows // block[0])
 
 

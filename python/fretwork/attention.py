@@ -8,13 +8,13 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from fretwork._shapes import check_slopes, every_key, flat_patterns
+from fretwork._shapes import check_no_block, check_slopes, every_key, flat_patterns
 from fretwork._torch.arguments import as_number, check_tensor, dtype_name, pattern_keys, precision_name
 from fretwork._torch.attention import attention_op, attention_output, attention_plainly
 from fretwork._torch.differentiable import called_with_tensors
 from fretwork._torch.dynamic_attention import with_sinks
 from fretwork.block_lists import BlockLists
-from fretwork.dynamic_attention import block_attention, check_sinks
+from fretwork.dynamic_attention import block_attention, block_attention_plainly, check_sinks
 from fretwork.patterns import Pattern
 
 __all__ = ["alibi", "attention"]
@@ -168,11 +168,14 @@ def attention(
     True
     """
     short = scale is None and bias is None and not return_lse and key_padding_mask is None and precision is None
-    short = short and blocks is None and sinks is None
     plain = type(softcap) is type(dropout_p) is float and softcap == dropout_p == 0
-    if short and plain and isinstance(pattern, Pattern) and called_with_tensors(q, k, v) and q.is_cpu:
+    if short and plain and sinks is None and called_with_tensors(q, k, v):
         try:
-            return attention_plainly(q, k, v, pattern.key)
+            if blocks is not None:
+                if (found := block_attention_plainly(q, k, v, pattern, blocks, block)) is not None:
+                    return found
+            elif isinstance(pattern, Pattern) and q.is_cpu and block == 128:
+                return attention_plainly(q, k, v, pattern.key)
         except (RuntimeError, NotImplementedError):
             pass  # the checks below say what is wrong
     op = "attention"
@@ -188,12 +191,17 @@ def attention(
         check_tensor(op, "key_padding_mask", key_padding_mask)
     if sinks is not None:
         check_tensor(op, "sinks", sinks)
-    if pattern is None:
+    if pattern is None and blocks is None:
         pattern = every_key(op, q.shape, k.shape)
-    patterns = (pattern,) if isinstance(pattern, Pattern) else flat_patterns(op, pattern, q.shape)
+    if pattern is None:  # its text would be another for each length
+        patterns: tuple[Pattern, ...] = ()
+    else:
+        patterns = (pattern,) if isinstance(pattern, Pattern) else flat_patterns(op, pattern, q.shape)
     keys = pattern_keys(patterns)
     if blocks is not None:
         check_sinks(op, sinks, q, q.shape[1] if q.dim() == 4 else 0)
+    else:
+        check_no_block(op, block)
     if scale is not None:
         scale = as_number(op, "scale", scale)
     rate = as_number(op, "dropout_p", dropout_p)

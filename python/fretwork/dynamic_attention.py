@@ -7,17 +7,36 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from fretwork._checks import fail, flag, whole_number
-from fretwork._shapes import check_qkv
-from fretwork._torch.arguments import as_number, check_tensor, dtype_name, pattern_keys, precision_name
+from fretwork._checks import fail, flag
+from fretwork._shapes import (
+    Operand,
+    check_block_pattern,
+    check_blocks,
+    check_bound,
+    check_one_pattern,
+    check_packed,
+    check_qkv,
+    check_selected,
+    check_side,
+    check_sides,
+    check_starts,
+    check_window,
+)
+from fretwork._torch.arguments import (
+    as_number,
+    check_tensor,
+    dtype_name,
+    pattern_keys,
+    precision_name,
+    torch_precision,
+)
+from fretwork._torch.differentiable import called_with_tensors
 from fretwork._torch.dynamic_attention import dynamic_attention_op, has_interval_rows, with_sinks
 from fretwork._torch.registration import operand
 from fretwork.block_lists import BlockLists
 from fretwork.patterns import Pattern
 
 __all__ = ["selected_attention", "varlen_attention"]
-
-SIDES = (16, 32, 64, 128)
 
 
 @overload
@@ -78,14 +97,9 @@ def selected_attention(
     op = "selected_attention"
     for name, x in {"q": q, "k": k, "v": v, "indices": indices}.items():
         check_tensor(op, name, x)
-    batch, heads, rows, _ = check_qkv(op, [operand(name, x) for name, x in zip("qkv", (q, k, v), strict=True)])
-    if indices.dtype != torch.int32:
-        fail(op, "indices", "int32", dtype_name(indices.dtype))
-    if indices.dim() != 4 or indices.shape[:3] != (batch, k.shape[1], rows):
-        fail(op, "indices", f"({batch}, {k.shape[1]}, {rows}, T)", tuple(indices.shape))
-    side = _side(op, block)
-    sizes = (1, side, int(flag(op, "causal", causal)), -1, -1, -1, -1)
-    check_sinks(op, sinks, q, heads)
+    check_selected(op, [operand(n, x) for n, x in zip("qkv", (q, k, v), strict=True)], operand("indices", indices))
+    sizes = (1, check_side(op, block), int(flag(op, "causal", causal)), -1, -1, -1, -1)
+    check_sinks(op, sinks, q, q.shape[1])
     number = None if scale is None else as_number(op, "scale", scale)
     o, lse = dynamic_attention_op(
         *(q, k, v, "", None, None, None, indices, None, None, sizes, number, None, None, 0.0, 0.0, None),
@@ -163,23 +177,24 @@ def varlen_attention(
     True
     """
     op = "varlen_attention"
+    plain = scale is None and sinks is None and type(causal) is bool and max_q is None and max_k is None
+    if plain and window == (None, None) and called_with_tensors(q, k, v, cu_q, cu_q if cu_k is None else cu_k):
+        try:
+            return _varlen_plainly(q, k, v, cu_q, cu_q if cu_k is None else cu_k, causal, return_lse)
+        except (RuntimeError, NotImplementedError, IndexError):
+            pass  # the checks below say what is wrong
     for name, x in {"q": q, "k": k, "v": v, "cu_q": cu_q, **({} if cu_k is None else {"cu_k": cu_k})}.items():
         check_tensor(op, name, x)
-    _check_packed(op, q, k, v)
-    starts = [_starts(op, "cu_q", cu_q, q)]
+    check_packed(op, [operand(n, x) for n, x in zip("qkv", (q, k, v), strict=True)])
+    starts = [_starts(op, operand("cu_q", cu_q), cu_q, q)]
     if cu_k is not None:
-        starts.append(_starts(op, "cu_k", cu_k, q))
-        if cu_k.shape != cu_q.shape:
-            fail(op, "cu_k", f"shape {tuple(cu_q.shape)} like cu_q", tuple(cu_k.shape))
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        fail(op, "window", "a pair (left, right), None for no bound", window)
-    bounds = [_bound(op, name, x) for name, x in (("window", window[0]), ("window", window[1]))]
-    bounds += [_bound(op, name, x) for name, x in (("max_q", max_q), ("max_k", max_k))]
+        starts.append(_starts(op, operand("cu_k", cu_k), cu_k, q, operand("cu_q", cu_q)))
+    bounds = *check_window(op, window), check_bound(op, "max_q", max_q), check_bound(op, "max_k", max_k)
     sizes = (1, 1, int(flag(op, "causal", causal)), *bounds)
     check_sinks(op, sinks, q, q.shape[1])
     number = None if scale is None else as_number(op, "scale", scale)
     o, lse = dynamic_attention_op(
-        *(x.transpose(0, 1)[None] for x in (q, k, v)),
+        *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
         *("", None, None, None, None, starts[0], starts[-1], sizes, number, None, None, 0.0, 0.0, None),
         *(precision_name(op, None), None),
     )
@@ -188,6 +203,40 @@ def varlen_attention(
         o, lse = with_sinks(o, lse, sinks, (row >= starts[0][:1]) & (row < starts[0][-1:]))
     o = o.squeeze(0).transpose(0, 1)  # not o[0], whose gradient is a copy
     return (o, lse.squeeze(0)) if return_lse else o
+
+
+def _varlen_plainly(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`varlen_attention` of plain tensors without options, which the core checks."""
+    o, lse = dynamic_attention_op(
+        *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
+        *("", None, None, None, None, cu_q, cu_k, (1, 1, int(causal), -1, -1, -1, -1)),
+        *(None, None, None, 0.0, 0.0, None, torch_precision(), None),
+    )
+    o = o.squeeze(0).transpose(0, 1)  # not o[0], whose gradient is a copy
+    return (o, lse.squeeze(0)) if return_lse else o
+
+
+def block_attention_plainly(q: Tensor, k: Tensor, v: Tensor, pattern: Any, blocks: Any, block: Any) -> Tensor | None:
+    """`fw.attention` with blocks and without options, of plain tensors, which the core checks; None for other calls."""
+    mask, counts, indices = None, None, None
+    if isinstance(blocks, BlockLists):
+        counts, indices = blocks.counts, blocks.indices
+        plain = called_with_tensors(counts, indices)
+    else:
+        mask = blocks
+        plain = called_with_tensors(mask)
+    sides = (block, block) if type(block) is int else block
+    if not plain or type(sides) is not tuple or [type(side) for side in sides] != [int, int]:
+        return None
+    if pattern is not None and not isinstance(pattern, Pattern):
+        return None
+    o, _ = dynamic_attention_op(
+        *(q, k, v, "" if pattern is None else pattern.key, mask, counts, indices, None, None, None),
+        *((*sides, 0, -1, -1, -1, -1), None, None, None, 0.0, 0.0, None, torch_precision(), None),
+    )
+    return o  # type: ignore[no-any-return]
 
 
 def block_attention(
@@ -199,24 +248,29 @@ def block_attention(
     block: int | tuple[int, int],
     options: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:
-    """`fw.attention` with blocks. `options`: scale, bias, slopes, softcap, dropout_p, seed, precision, padding."""
+    """`fw.attention` with blocks; no pattern stands for every key.
+
+    `options`: scale, bias, slopes, softcap, dropout_p, seed, precision, padding.
+    """
     op = "attention"
-    if isinstance(block, (tuple, list)) and len(block) != 2:
-        fail(op, "block", "one or two of 16, 32, 64 and 128", block)
-    sides = tuple(_side(op, x) for x in (block if isinstance(block, (tuple, list)) else (block, block)))
-    different = len(set(pattern_keys(patterns).split("\n")))
-    if different > 1:
-        raise NotImplementedError(
-            f"{op}: pattern: expected one for all heads with blocks, got {different} different ones; call each group "
-            "of heads on its own"
-        )
-    _check_blocks(op, q, k, v, patterns[0], blocks, sides)
+    sides = check_sides(op, block)
+    texts = pattern_keys(patterns).split("\n")
+    check_one_pattern(op, texts)
+    known = [operand(name, x) for name, x in zip("qkv", (q, k, v), strict=True)]
+    _, _, rows, cols = check_qkv(op, known)
+    if patterns:
+        check_block_pattern(op, patterns[0], rows, cols, has_interval_rows(texts[0]))
+    if not isinstance(blocks, (Tensor, BlockLists)):
+        fail(op, "blocks", "a bool tensor or fw.BlockLists", type(blocks).__name__, TypeError)
+    table = blocks.indices if isinstance(blocks, BlockLists) else blocks
+    check_tensor(op, "blocks", table)
+    check_blocks(op, known[0], known[1], operand("blocks", table), isinstance(blocks, BlockLists), sides)
     if options[-1] is not None and q.is_cuda:
         k, v, options = _hide_padding(op, q, k, v, options)
     mask = blocks if isinstance(blocks, Tensor) else None
     lists = (None, None) if isinstance(blocks, Tensor) else (blocks.counts, blocks.indices)
     sizes = (*sides, 0, -1, -1, -1, -1)
-    found = dynamic_attention_op(q, k, v, pattern_keys(patterns[:1]), mask, *lists, None, None, None, sizes, *options)
+    found = dynamic_attention_op(q, k, v, texts[0], mask, *lists, None, None, None, sizes, *options)
     return found  # type: ignore[no-any-return]
 
 
@@ -235,43 +289,6 @@ def _hide_padding(
     return k, v, (scale, hidden if bias is None else (bias + hidden).to(bias.dtype), *others, None)
 
 
-def _check_blocks(
-    op: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, blocks: Tensor | BlockLists, sides: tuple[int, ...]
-) -> None:
-    batch, heads, rows, cols = check_qkv(op, [operand(name, x) for name, x in zip("qkv", (q, k, v), strict=True)])
-    if pattern.shape[-2:] != (rows, cols):
-        fail(op, "pattern", f"shape {(rows, cols)}, queries and keys of (B, H, S, D)", pattern.shape[-2:])
-    if not has_interval_rows(pattern_keys((pattern,))):
-        fail(
-            op,
-            "pattern",
-            "one whose rows are intervals with blocks, such as causal or sliding_window",
-            f"{pattern.text[:80]}; without blocks every pattern is taken",
-            NotImplementedError,
-        )
-    if not isinstance(blocks, (Tensor, BlockLists)):
-        fail(op, "blocks", "a bool tensor or fw.BlockLists", type(blocks).__name__, TypeError)
-    lines, width = -(-rows // sides[0]), -(-cols // sides[1])
-    if isinstance(blocks, Tensor):
-        check_tensor(op, "blocks", blocks)
-        if blocks.dtype != torch.bool:
-            fail(op, "blocks", "bool", dtype_name(blocks.dtype))
-        right = blocks.dim() == 4 and blocks.shape[2:] == (lines, width)
-        last, got = str(width), blocks
-    else:
-        right, last, got = blocks.counts.shape[2] == lines, "N", blocks.indices
-    if not right or got.shape[0] not in (1, batch) or got.shape[1] not in (1, heads, k.shape[1]):
-        batches, lists = ({*sizes} for sizes in ((batch, 1), (heads, k.shape[1], 1)))
-        first, second = (" | ".join(map(str, sorted(sizes, reverse=True))) for sizes in (batches, lists))
-        fail(
-            op,
-            "blocks",
-            f"({first}, {second}, {lines}, {last}) of (batch, heads, query blocks, key blocks) for block={sides}",
-            tuple(got.shape),
-        )
-    _check_device(op, "blocks", got, q)
-
-
 def check_sinks(op: str, sinks: Tensor | None, q: Tensor, heads: int) -> None:
     if sinks is None:
         return
@@ -288,34 +305,8 @@ def _check_device(op: str, argument: str, x: Tensor, like: Tensor) -> None:
         fail(op, argument, f"a tensor on {like.device} like q", str(x.device))
 
 
-def _side(op: str, block: Any) -> int:
-    if isinstance(block, bool) or not isinstance(block, int) or block not in SIDES:
-        fail(op, "block", "16, 32, 64 or 128", repr(block))
-    return block
-
-
-def _check_packed(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x, sizes in (("q", q, "(Tq, Hq, D)"), ("k", k, "(Tk, Hk, D)"), ("v", v, "(Tk, Hk, Dv)")):
-        if x.dim() != 3:
-            fail(op, name, f"3 dimensions {sizes}", tuple(x.shape))
-    check_qkv(op, [operand(name, x.transpose(0, 1)[None]) for name, x in zip("qkv", (q, k, v), strict=True)])
-
-
-def _starts(op: str, name: str, cu: Tensor, q: Tensor) -> Tensor:
-    if cu.dtype not in (torch.int32, torch.int64):
-        fail(op, name, "int32 or int64", dtype_name(cu.dtype))
-    if cu.dim() != 1 or cu.shape[0] == 0:
-        fail(op, name, "one dimension and at least one entry", tuple(cu.shape))
+def _starts(op: str, known: Operand, cu: Tensor, q: Tensor, like: Operand | None = None) -> Tensor:
+    check_starts(op, known, like)
     if cu.device != q.device:
-        fail(op, name, f"a tensor on {q.device}", f"one on {cu.device}")
+        fail(op, known.name, f"a tensor on {q.device}", f"one on {cu.device}")
     return cu.to(torch.int32)
-
-
-def _bound(op: str, name: str, value: Any) -> int:
-    """−1 for none."""
-    if value is None:
-        return -1
-    number = whole_number(op, name, value)
-    if number < 0:
-        fail(op, name, "0 or more, or None", value)
-    return number

@@ -456,6 +456,32 @@ std::vector<Part> clipped(const View& view, const std::vector<Part>& wanted, std
   return all;
 }
 
+std::vector<PartGroup> moved(const std::vector<PartGroup>& groups, std::int64_t rows, std::int64_t cols) {
+  std::vector<PartGroup> all = groups;
+  for (PartGroup& group : all) {
+    group.view.row_shift += rows;
+    group.view.col_shift += cols;
+  }
+  return all;
+}
+
+PartGroup inside(const PartGroup& group, std::int64_t rows, std::int64_t cols) {
+  PartGroup all{group.view, {}};
+  std::vector<Part> across;
+  for (const Part& p : group.parts) {
+    const AxisRange ends = hull(group.view, p);
+    const bool whole = ends.row_begin >= 0 && ends.row_end <= rows && ends.col_begin >= 0 && ends.col_end <= cols;
+    const bool meets = ends.row_begin < rows && ends.row_end > 0 && ends.col_begin < cols && ends.col_end > 0;
+    if (meets) {
+      (whole ? all.parts : across).push_back(p);
+    }
+  }
+  const std::vector<Part> cut = clipped(group.view, across, rows, cols);
+  all.parts.insert(all.parts.end(), cut.begin(), cut.end());
+  fold(all, rows, cols);
+  return all;
+}
+
 std::vector<std::array<AxisRange, 2>> split(const AxisRange& x, std::int64_t radix) {
   std::vector<std::array<AxisRange, 2>> pairs;
   const auto differences = cut_differences(x.low, x.high, radix);

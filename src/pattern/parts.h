@@ -78,6 +78,11 @@ void merge(std::vector<Part>& parts, int axes);
 /// The elements of rows × cols that satisfy one of `wanted`, as tight parts.
 std::vector<Part> clipped(const View& view, const std::vector<Part>& wanted, std::int64_t rows, std::int64_t cols);
 
+/// The same parts of a matrix that begins `rows` and `cols` later; before it where these are negative. And what rows ×
+/// cols hold of parts that may reach beyond: those that do are cut.
+std::vector<PartGroup> moved(const std::vector<PartGroup>& groups, std::int64_t rows, std::int64_t cols);
+PartGroup inside(const PartGroup& group, std::int64_t rows, std::int64_t cols);
+
 /// An axis counted x = q·radix + m, as tight pairs of ranges for q and m.
 std::vector<std::array<AxisRange, 2>> split(const AxisRange& x, std::int64_t radix);
 

@@ -11,34 +11,6 @@ using text::Call;
 using text::Family;
 using Groups = std::vector<PartGroup>;
 
-/// The same parts of a matrix that begins `rows` and `cols` later; before it where these are negative.
-Groups moved(const Groups& groups, std::int64_t rows, std::int64_t cols) {
-  Groups all = groups;
-  for (PartGroup& group : all) {
-    group.view.row_shift += rows;
-    group.view.col_shift += cols;
-  }
-  return all;
-}
-
-/// What rows × cols hold of parts that may reach beyond: those that do are cut.
-PartGroup inside(const PartGroup& group, std::int64_t rows, std::int64_t cols) {
-  PartGroup all{group.view, {}};
-  std::vector<Part> across;
-  for (const Part& p : group.parts) {
-    const AxisRange hull = parts::hull(group.view, p);
-    const bool whole = hull.row_begin >= 0 && hull.row_end <= rows && hull.col_begin >= 0 && hull.col_end <= cols;
-    const bool meets = hull.row_begin < rows && hull.row_end > 0 && hull.col_begin < cols && hull.col_end > 0;
-    if (meets) {
-      (whole ? all.parts : across).push_back(p);
-    }
-  }
-  const std::vector<Part> cut = parts::clipped(group.view, across, rows, cols);
-  all.parts.insert(all.parts.end(), cut.begin(), cut.end());
-  parts::fold(all, rows, cols);
-  return all;
-}
-
 Span read_span(const Call& call, std::size_t position, const char* argument, std::int64_t length) {
   const auto end = [&](std::size_t at, std::int64_t otherwise) {
     const std::int64_t given = read_or(call, at, argument, otherwise);
@@ -71,9 +43,9 @@ RegularPtr slice(const PatternPtr& pattern, Span rows, Span cols) {
     const auto& [r, c] = before->at;
     return slice(first, {rows.begin + r, rows.end + r}, {cols.begin + c, cols.end + c});
   }
-  Groups all = moved(whole->groups(), rows.begin, cols.begin);
+  Groups all = parts::moved(whole->groups(), rows.begin, cols.begin);
   for (PartGroup& group : all) {
-    group = inside(group, rows.length(), cols.length());
+    group = parts::inside(group, rows.length(), cols.length());
   }
   return RegularMaker::make(text::bracketed(whole->text()) + "[" + colon(rows) + "," + colon(cols) + "]", rows.length(),
                             cols.length(), std::move(all));
@@ -94,7 +66,7 @@ RegularPtr place(const PatternPtr& pattern, std::int64_t rows, std::int64_t cols
     return piece;
   }
   return RegularMaker::make(Writer("place").add(piece->text()).add(shape).keyword("at", at, 0).done(), rows, cols,
-                            moved(piece->groups(), -row, -col));
+                            parts::moved(piece->groups(), -row, -col));
 }
 
 RegularPtr diag(std::span<const PatternPtr> patterns) {
@@ -109,7 +81,7 @@ RegularPtr diag(std::span<const PatternPtr> patterns) {
   Groups all;
   for (const PatternPtr& pattern : patterns) {
     const RegularPtr piece = as_regular("diag", pattern);
-    for (PartGroup& group : moved(piece->groups(), -rows, -cols)) {
+    for (PartGroup& group : parts::moved(piece->groups(), -rows, -cols)) {
       all.push_back(std::move(group));
     }
     rows += piece->rows();
@@ -131,7 +103,7 @@ RegularPtr with_prefix(const PatternPtr& pattern, std::int64_t n) {
   }
   const std::int64_t length = piece->rows() + std::min(n, kLargest + 1);
   check_sizes("with_prefix", length, length, "n");
-  Groups all = moved(piece->groups(), -n, -n);
+  Groups all = parts::moved(piece->groups(), -n, -n);
   PartGroup& prefix = all.emplace_back(PartGroup{parts::flat_view(), {}});
   for (AxisRange box : {between(0, n, 0, length), between(n, length, 0, n)}) {
     if (parts::tighten(box)) {

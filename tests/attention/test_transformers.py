@@ -298,12 +298,6 @@ def test_packed_sequences(device):
         ours(ids[:, 1:])
 
 
-def test_static_cache_is_refused(device):
-    ours, _ = twins(LlamaForCausalLM, LlamaConfig(**SIZES), device)
-    with pytest.raises(NotImplementedError, match="static"):
-        ours.generate(tokens(device, 9), max_new_tokens=5, cache_implementation="static")
-
-
 def test_output_attentions_is_refused(device):
     ours, _ = twins(LlamaForCausalLM, LlamaConfig(**SIZES), device)
     with pytest.raises(NotImplementedError, match="output_attentions: expected False, got True"):

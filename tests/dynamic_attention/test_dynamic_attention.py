@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo.testing
 from conftest import TOLERANCE, assert_close, dtypes_of
 
 import fretwork as fw
@@ -414,3 +415,121 @@ def test_sinks_that_are_no_numbers(device, sink):
     (o.sum() + lse.masked_fill(lse == -torch.inf, 0).sum()).backward()
     assert all(t.grad.isfinite().all() for t in (q, k, v, sinks))
     assert sinks.grad[0] == 0
+
+
+def test_block_without_blocks_is_refused(device):
+    q, k, v = make(device, torch.float32, (40, 40), 1)
+    for options in ({}, {"sinks": torch.zeros(4, device=device)}, {"return_lse": True}):
+        with pytest.raises(RuntimeError, match=r"^attention: block: expected blocks with it, got 64 without blocks"):
+            fw.attention(q, k, v, fw.patterns.causal(40), block=64, **options)
+    assert fw.attention(q, k, v, fw.patterns.causal(40), block=128).shape == (2 // 2, 4, 40, 24)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_gaps_between_rows_are_refused(device, turned):
+    """Rows that are intervals, but of which neighbours do not touch."""
+    mask = torch.zeros(6, 9, dtype=torch.bool)
+    mask[:3, :2], mask[3:, 5:] = True, True
+    mask = mask.T if turned else mask
+    q, k, v = make(device, torch.float32, tuple(mask.shape), 1)
+    pattern = fw.patterns.from_mask(mask)
+    blocks = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+    with pytest.raises(
+        NotImplementedError, match=r"^attention: pattern: expected one whose rows are intervals without"
+    ):
+        fw.attention(q, k, v, pattern, blocks=blocks)
+
+
+def test_wrong_calls_are_named(device):
+    q, k, v = make(device, torch.float32, (40, 40), 1)
+    ones = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+    lists = fw.BlockLists(torch.ones(1, 1, 2, dtype=torch.int32), torch.ones(1, 1, 2, 1, dtype=torch.int32))
+    for given, text in ((ones.int(), "expected bool, got int32"), (lists, r"expected \(1, 4 \| 2 \| 1, 1, N\) of .+")):
+        with pytest.raises(RuntimeError, match=rf"^attention: blocks: {text}"):
+            fw.attention(q, k, v, blocks=given)
+    with pytest.raises(RuntimeError, match=r"^select_blocks: top_k: expected at least first \+ last, 1 \+ 1, got 1"):
+        fw.select_blocks(q, k, 1)
+    with pytest.raises(RuntimeError, match=r"^select_blocks: top_k: expected at least 1, got 0"):
+        fw.select_blocks(q, k, 0, first=0, last=0)
+
+
+# torch.compile
+
+
+def blocks_call(q, k, v, mask):
+    return fw.attention(q, k, v, blocks=mask, block=16)
+
+
+def selected_call(q, k, v, indices):
+    return fw.selected_attention(q, k, v, indices, 16)
+
+
+def varlen_call(q, k, v, starts):
+    return fw.varlen_attention(q, k, v, starts, causal=True)
+
+
+def chosen_call(q, k, v, _):
+    lists = fw.select_blocks(q, k, 3, block=16)
+    return fw.attention(q, k, v, blocks=lists, block=16)
+
+
+def keys_of(call, length, device):
+    blocks = -(-length // 16)
+    if call is blocks_call:
+        return torch.rand(1, 2, blocks, blocks, device=device) < 0.5
+    if call is selected_call:
+        return torch.randint(0, blocks, (1, 2, length, 1), dtype=torch.int32, device=device)
+    return torch.tensor([0, length // 3, length], dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("call", [blocks_call, selected_call, varlen_call, chosen_call])
+def test_compiled_once(device, call):
+    """Other contents and, with dynamic sizes, other lengths need no other program, forward and backward."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, backend=counter, dynamic=True, fullgraph=True)
+    made = None
+    for length in (100, 100, 117, 230, 64, 310):
+        q, k, v = make(device, torch.float32, (length, length), 1)
+        if call is varlen_call:
+            q, k, v = (t.detach()[0].transpose(0, 1).clone().requires_grad_() for t in (q, k, v))
+        keys = keys_of(call, length, device)
+        got, want = compiled(q, k, v, keys), call(q, k, v, keys)
+        torch.testing.assert_close(got, want)
+        for x, y in zip(
+            *(torch.autograd.grad(o.square().sum(), (q, k, v)) for o in (got, want)),
+            strict=True,
+        ):
+            torch.testing.assert_close(x, y)
+        made = made or counter.frame_count
+        assert counter.frame_count == made
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 3), (12, 2), (5, 1)], ids=str)
+def test_threads_change_nothing(device, heads):
+    """Lists or patterns of each head, of which each thread takes some heads, or all threads each."""
+    if device.type != "cpu":
+        pytest.skip("about a CPU's threads")
+    seq, threads = (300, 330), torch.get_num_threads()
+    blocks = torch.rand(2, heads[0], 10, 6) < 0.4
+    inputs = make(device, torch.float32, seq, 2, heads)
+    kinds = [fw.patterns.causal(seq), fw.patterns.sliding_window(seq, 40, 3)]
+    patterns = [kinds[h % 2] for h in range(heads[0])]  # one pattern for several key heads, not for all
+    masks = blocks_mask(blocks, seq, (32, 64), heads[0]), torch.stack([p.mask() for p in patterns])
+    calls = [
+        lambda: fw.attention(*inputs, blocks=blocks, block=(32, 64)),
+        lambda: fw.attention(*inputs, patterns),
+    ]
+    for call, mask in zip(calls, masks, strict=True):
+        want, _ = dense(*(t.detach().double() for t in inputs), mask)
+        found = []
+        try:
+            for count in (1, 2, 3, 4):
+                torch.set_num_threads(count)
+                o = call()
+                assert_close(o, want, torch.float32)
+                found.append((o, *torch.autograd.grad(o.square().sum(), inputs)))
+        finally:
+            torch.set_num_threads(threads)
+        for others in found[1:]:
+            assert all(torch.equal(x, y) for x, y in zip(found[0], others, strict=True))

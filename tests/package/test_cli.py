@@ -763,6 +763,9 @@ def build_example(prefix: Path, build: Path) -> None:
     says = "largest error of attention" if gpus else "There is no GPU here"
     cuda = subprocess.run([build / "cuda"], capture_output=True, text=True)
     assert cuda.returncode == 0 and says in cuda.stdout, cuda.stdout + cuda.stderr
+    dynamic = subprocess.run([build / "dynamic"], capture_output=True, text=True)
+    says = f"on {'a GPU' if gpus else 'the CPU'}, largest error of a mask"
+    assert dynamic.returncode == 0 and says in dynamic.stdout, dynamic.stdout + dynamic.stderr
 
 
 def test_the_demo_builds_all_that_is_installed() -> None:

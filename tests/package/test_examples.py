@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import importlib.util
 import inspect
 import runpy
 import sys
@@ -85,6 +86,19 @@ def test_longformer_block(printed):
     assert set(rows) == {"dense", "longformer"}
     for ms, first, *_, last in rows.values():
         assert float(ms) > 0 and float(last) < float(first)
+
+
+def test_topk_attention(printed, tmp_path):
+    """The right notes are found, in fewer steps than guessing takes to end; a picture where matplotlib is."""
+    png = tmp_path / "losses.png"
+    arguments = ("--seq", "256", "--block", "16", "--steps", "80", "--device", "cpu", "--png", str(png))
+    lines = printed("topk_attention.py", *arguments)
+    rows = {line.split()[0]: [float(x) for x in line.split()[1:]] for line in lines[2:4]}
+    assert set(rows) == {"dense", "top-k"}
+    for ms, first, *_, last in rows.values():
+        assert ms > 0 and last < first
+    assert rows["top-k"][-1] < 0.5  # 2.08 is guessing
+    assert png.exists() == (importlib.util.find_spec("matplotlib") is not None)
 
 
 def test_vision_neighborhood(printed):

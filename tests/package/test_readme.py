@@ -32,9 +32,10 @@ def test_python(code):
     [
         ("docs/block-sparsity.md", 3),
         ("docs/kronecker.md", 3),
-        ("docs/dynamic-sparsity.md", 3),
+        ("docs/dynamic-sparsity.md", 5),
         ("docs/patterns.md", 6),
         ("docs/kernels.md", 2),
+        ("docs/many-devices.md", 3),
         ("docs/two-four.md", 4),
         ("docs/whole-models.md", 5),
     ],

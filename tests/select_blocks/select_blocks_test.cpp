@@ -120,7 +120,7 @@ TEST(SelectBlocks, BadCallsAreRefused) {
   EXPECT_EQ(call(3, {.block_q = 16, .block_k = 16}, counts), "no error");
   EXPECT_EQ(call(3, {.block_q = 24}, counts), "select_blocks: block: expected 16, 32, 64 or 128, got 24");
   EXPECT_EQ(call(3, {.block_q = 16, .first = 3}, counts),
-            "select_blocks: top_k: expected at least 1 and first + last, 3 + 1, got 3");
+            "select_blocks: top_k: expected at least first + last, 3 + 1, got 3");
   EXPECT_EQ(call(3, {.block_q = 16}, other), "select_blocks: counts: expected int32, got float32");
   EXPECT_EQ(call(4, {.block_q = 16}, counts), "select_blocks: indices: expected shape (1, 2, 4, 4), got (1, 2, 4, 3)");
 }

@@ -6,7 +6,8 @@ or intercepts ops, and an eager call that nothing looks at makes the same node i
 no rules (`define_twins` in bindings/torch/call.h).
 """
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +38,19 @@ def called_plainly(arguments: Iterable[object]) -> bool:
 def called_with_tensors(*arguments: object) -> bool:
     """Whether a call is plain and all of these are tensors, so that an op may check them."""
     return not is_compiling() and in_eager() and not in_autocast() and _TENSORS.issuperset(map(type, arguments))
+
+
+def holds_dtensors(arguments: Iterable[object]) -> bool:
+    """Whether there is a DTensor among them. Their module takes long to import, so it may not be there."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return tensor is not None and not is_compiling() and any(isinstance(a, tensor.DTensor) for a in arguments)
+
+
+def on_parts(name: str, call: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """An op on DTensors."""
+    from fretwork.distributed import _dtensor
+
+    return _dtensor.on_parts(name, call, arguments)
 
 
 class DifferentiableOp:
@@ -82,6 +96,8 @@ class DifferentiableOp:
 
     def __call__(self, *arguments: Any) -> Any:
         if not called_eagerly(arguments):
+            if holds_dtensors(arguments):
+                return on_parts(self.name, self, arguments)
             return self.op(*arguments)
         if in_autocast() and self._cast is not None and autocasts(arguments[0]):
             arguments = self._cast(*arguments)

@@ -1,6 +1,5 @@
 """torch's rules for attention on what only the device knows."""
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from fretwork import _shapes
 from fretwork._torch.differentiable import DifferentiableOp, called_plainly
 from fretwork._torch.registration import lowered, operand
 from fretwork._torch.vmap import mapped, one_by_one, sample_shape
-from fretwork.patterns import Pattern
 
 dynamic_attention_op = DifferentiableOp("dynamic_attention")
 dynamic_attention_backward_op = DifferentiableOp("dynamic_attention_backward")
@@ -18,23 +16,14 @@ dynamic_attention_backward_op = DifferentiableOp("dynamic_attention_backward")
 
 @torch.compiler.assume_constant_result
 def has_interval_rows(key: str) -> bool:
-    """Whether each row and each column of a pattern is an interval."""
-    return _has_interval_rows(key)
-
-
-@lru_cache(256)
-def _has_interval_rows(key: str) -> bool:
-    pattern = Pattern.parse(key)
-    try:
-        lines = [p.numpy_acsr() for p in (pattern, pattern.T)]
-    except ValueError:
-        return False
-    return all(bool(((stride == 1) | (count < 2)).all()) for _, stride, count in lines)
+    """A constant of what torch.compile traces."""
+    return _shapes.has_interval_rows(key)
 
 
 @dynamic_attention_op.register_fake
 def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    _shapes.check_qkv("attention", [operand(name, t) for name, t in zip("qkv", (q, k, v), strict=True)])
+    op = "varlen_attention" if rest[5] is not None else "selected_attention" if rest[4] is not None else "attention"
+    _shapes.check_qkv(op, [operand(name, t) for name, t in zip("qkv", (q, k, v), strict=True)])
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide)
 

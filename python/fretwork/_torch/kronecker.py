@@ -10,7 +10,13 @@ from fretwork._checks import expect, fail
 from fretwork._shapes import check_floating
 from fretwork._torch.activation import before_activation
 from fretwork._torch.arguments import autocasts
-from fretwork._torch.differentiable import DifferentiableOp, called_eagerly, called_plainly
+from fretwork._torch.differentiable import (
+    DifferentiableOp,
+    called_eagerly,
+    called_plainly,
+    holds_dtensors,
+    on_parts,
+)
 from fretwork._torch.private import alive, any_requires_grad, bare, in_autocast, node_apply
 from fretwork._torch.registration import cast_first, operand, ops, register_autocast
 from fretwork._torch.vmap import mapped, mapped_over_none, split
@@ -211,6 +217,9 @@ def ksmm_chain_op(
 ) -> Tensor:
     """As a DifferentiableOp is called."""
     if not called_eagerly((x, *weights, bias)):
+        if holds_dtensors((x, *weights, bias)):
+            arguments = (x, weights, bias, activation, bs_last, precision)
+            return on_parts("ksmm_chain", ksmm_chain_op, arguments)  # type: ignore[no-any-return]
         return _chain_op(x, weights, bias, activation, bs_last, precision)
     if in_autocast() and autocasts(x):
         x, weights, bias, *_ = _cast_chain(x, weights, bias)

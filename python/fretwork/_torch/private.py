@@ -72,6 +72,11 @@ def held(module: nn.Module, name: str) -> Any:
     return getattr(module, name)  # one that is computed, as parametrizations and pruning have it
 
 
+def whole(t: Tensor) -> Tensor:
+    """All of a tensor of which ranks have parts, as `fully_shard` cuts parameters; every rank asks."""
+    return t.full_tensor() if hasattr(t, "full_tensor") else t  # type: ignore[no-any-return]
+
+
 def listed(parameters: nn.ParameterList) -> list[Tensor]:
     """Its tensors. The list's own iterator looks each of them up by name, which takes ten times as long."""
     own = parameters._parameters

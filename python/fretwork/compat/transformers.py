@@ -14,18 +14,28 @@ Without a pattern a model keeps the attention it has: causal, with its sliding w
 that the attention mask leaves out as padding are not seen, and positions of a pattern count from a row's first real
 token, so that a padded row has the results of the row alone: rows are computed in groups of equal padding where the
 pattern is not the same for all of them. Keys left out inside a row raise with a pattern that depends on positions.
-Caches that grow with the sequence work; a static cache raises, and so does one that has dropped keys that the pattern
-needs. Position ids that begin anew inside a row (packed sequences) are not looked at: give the lengths of the
-documents, as in `model.config.fretwork_pattern = "document((700, 324), causal=True)"` for rows of 1024 tokens.
+Caches that grow with the sequence work, and so do static ones, which are read through a mask as transformers makes it.
+With a pattern the length of a static cache is read on the host in each call; where a pattern would need keys that a
+cache has dropped, it raises.
+
+Packed sequences are documents of their own: `cu_seq_lens_q`, as transformers' collators give it, or position ids that
+begin anew inside a row (without an attention mask), which are read once for each call of the model. Causal attention,
+full attention and windows then run as `fw.varlen_attention`; of other patterns every document has its own, made on the
+host. A text of fixed lengths, as "document((700, 324), causal=True)" for rows of 1024 tokens, is taken as it is.
+
 A mask of four dimensions is added to the scores as it is. Where it hides keys from all queries and the pattern would
 count them as positions, it raises: give the padding as (B, Sk) instead. Learned sinks (`s_aux`, as gpt-oss has them)
-are attention's `sinks`. Scores are not stored, so that `output_attentions=True` raises.
+are attention's `sinks`. Key blocks may be chosen in each call by a function, see `use_blocks`.
+Scores are not stored, so that `output_attentions=True` raises.
 
 Models that `fw.sparsify` changed keep their structure in `save_pretrained` and `from_pretrained`. A program that loads
 one imports this module first: without it transformers warns, and the sparse layers are dense and random.
 """
 
 import functools
+import itertools
+import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,12 +45,17 @@ from torch import Tensor
 from fretwork._checks import needs
 from fretwork._torch.arguments import check_tensor
 from fretwork.attention import attention
-from fretwork.patterns import Pattern
+from fretwork.block_lists import BlockLists
+from fretwork.dynamic_attention import varlen_attention
+from fretwork.patterns import Pattern, diag
 
 with needs("fretwork.compat.transformers", "transformers", "transformers"):
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from transformers.masking_utils import sdpa_mask
 
     from fretwork.compat._structure_in_config import structure_saved
+
+ChooseBlocks = Callable[[Tensor, Tensor, int | None], Tensor | BlockLists | None]
 
 # Added to the scores of padding; the smallest number there is would be infinite after another is added.
 _UNSEEN = torch.finfo(torch.float32).min / 4
@@ -192,8 +207,49 @@ def _seen(mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask.bool(), _UNSEEN)
 
 
+def use_blocks(model: torch.nn.Module, choose: ChooseBlocks | None, block: int | tuple[int, int] = 64) -> None:
+    """Lets a function choose the key blocks of every attention layer of a model, in each call; None takes it away.
+
+    `choose(q, k, layer)` gets the queries (B, Hq, Sq, D) and keys (B, Hk, Sk, D) of a layer and its number, and returns
+    a bool mask (B|1, Hq|Hk|1, ⌈Sq/bq⌉, ⌈Sk/bk⌉) or `fw.BlockLists`, as for `fw.attention(blocks=)`, or None for all
+    keys. The layer's own pattern stays: causal, a window, or one of the configuration whose rows are intervals. With
+    a cache the queries are the last of the keys; a static cache is refused. The function is not saved with the model.
+
+    >>> import torch, fretwork as fw, fretwork.compat.transformers as ft
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    >>> model = LlamaForCausalLM._from_config(LlamaConfig(**sizes), attn_implementation="fretwork")
+    >>> ft.use_blocks(model, lambda q, k, layer: fw.select_blocks(q, k, top_k=2 + layer, block=16), block=16)
+    >>> model(torch.arange(60)[None]).logits.shape
+    torch.Size([1, 60, 64])
+    """
+    if choose is not None and not callable(choose):
+        raise TypeError(f"use_blocks: choose: expected a function or None, got {type(choose).__name__}")
+    for module in model.modules():
+        if choose is not None:
+            module._fretwork_blocks = (choose, block)  # type: ignore[assignment]
+        elif hasattr(module, "_fretwork_blocks"):
+            del module._fretwork_blocks
+
+
+def _attend(module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, pattern: Any, **options: Any) -> Tensor:
+    """Attention with the layer's chosen blocks, if there are any."""
+    if (chosen := getattr(module, "_fretwork_blocks", None)) is not None:
+        choose, block = chosen
+        if (blocks := choose(q, k, getattr(module, "layer_idx", None))) is not None:
+            options |= {"blocks": blocks, "block": block}
+    return attention(q, k, v, pattern, **options)
+
+
 def _by_groups(
-    q: Tensor, k: Tensor, v: Tensor, template: str, mask: Tensor, cuts: list[tuple[int, int]], **options: Any
+    module: torch.nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    template: str,
+    mask: Tensor,
+    cuts: list[tuple[int, int]],
+    **options: Any,
 ) -> Tensor:
     """Each group of rows of equal padding without it; zeros for queries that are padding."""
     rows, cols = q.shape[2], k.shape[2]
@@ -207,10 +263,96 @@ def _by_groups(
         hidden = any(_ends(mask)[n][:2] != (left, right) for n in members)
         bias = _seen(mask[at, keys]) if hidden else None
         own = _pattern(template, queries.stop - queries.start, cols - left - right)
-        part = attention(q[at, :, queries], k[at, :, keys], v[at, :, keys], own, bias=bias, **options)
+        part = _attend(module, q[at, :, queries], k[at, :, keys], v[at, :, keys], own, bias=bias, **options)
         o = o.to(part.dtype)  # another one under autocast
         o[at, :, queries] = part
     return o
+
+
+# Packed sequences
+
+
+@torch.compiler.disable  # what it reads decides which kernels run
+def _starts_of(position_ids: Any, batch: int, rows: int) -> Tensor | None:
+    """Where documents begin in the rows of a batch, one after another, and at last their end; None for one in each."""
+    if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or position_ids.shape[1] != rows:
+        return None
+    version = None if position_ids.is_inference() else position_ids._version
+    known: tuple[int | None, Tensor | None] = getattr(position_ids, "_fretwork_starts", (None, None))
+    if version is not None and known[0] == version:
+        return known[1]
+    begins = torch.diff(position_ids, prepend=position_ids[:, :1] - 2, dim=-1) != 1
+    first = begins.expand(batch, rows).flatten().nonzero()[:, 0]
+    starts = None if len(first) == batch else torch.cat([first, first.new_tensor([batch * rows])]).int()
+    position_ids._fretwork_starts = (version, starts)  # type: ignore[attr-defined]
+    return starts
+
+
+_VARLEN = re.compile(r"\s*(?:causal\(\{seq\}\)|full\(\{seq\}\)|sliding_window\(\{seq\}, *(\d+), *(\d+)\))\s*")
+
+
+def _document_patterns(template: str, starts: Tensor, batch: int, rows: int) -> Pattern | list[list[Pattern]]:
+    """A pattern of the documents' own ones for each row, from lengths that are read here."""
+    ends = starts.tolist()
+    if ends[0] != 0 or ends[-1] != batch * rows or not {n * rows for n in range(batch)} <= {*ends}:
+        raise ValueError(
+            f"attention: cu_seq_lens_q: expected documents from 0 to {batch * rows}, none in two rows, for a pattern "
+            f"as {template!r}, got {ends}"
+        )
+    found: list[list[Pattern]] = [[] for _ in range(batch)]
+    for begin, end in itertools.pairwise(ends):
+        if end > begin:
+            found[begin // rows].append(_pattern(template, end - begin, end - begin))
+    patterns = [diag(row) for row in found]
+    return patterns[0] if len(set(patterns)) == 1 else [[pattern] for pattern in patterns]
+
+
+def _by_documents(
+    module: torch.nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    template: str,
+    starts: tuple[Tensor, Tensor | None],
+    longest: tuple[Any, Any],
+    **options: Any,
+) -> Tensor:
+    """Documents side by side, in one row or several; the result is (B, S, H, D)."""
+    batch, rows = q.shape[0], q.shape[2]
+    known = _VARLEN.fullmatch(template)
+    plain = not options["softcap"] and not options["dropout_p"] and getattr(module, "_fretwork_blocks", None) is None
+    if known and plain:
+        packed_q, packed_k, packed_v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        max_q, max_k = (n if isinstance(n, int) else None for n in longest)
+        left, right = (None if n is None else int(n) for n in known.groups())
+        bounds: dict[str, Any] = dict(max_q=max_q, max_k=max_k, window=(left, right), causal="causal" in template)
+        bounds |= dict(scale=options["scale"], sinks=options["sinks"])
+        o: Tensor = varlen_attention(packed_q, packed_k, packed_v, *starts, **bounds)
+        return o.unflatten(0, (batch, rows))
+    if "{seq}" not in template:
+        raise ValueError(f"attention: fretwork_pattern: expected {{seq}} in a text for cu_seq_lens_q, got {template!r}")
+    if starts[1] is not None and starts[1] is not starts[0] and not torch.equal(starts[0], starts[1]):
+        raise NotImplementedError(
+            "attention: cu_seq_lens_k: expected cu_seq_lens_q but for causal attention, full attention and windows "
+            "without softcap, dropout and blocks, got others"
+        )
+    return _attend(module, q, k, v, _document_patterns(template, starts[0], batch, rows), **options).transpose(1, 2)
+
+
+def _packed(
+    module: torch.nn.Module, q: Tensor, k: Tensor, template: str, mask: Tensor | None, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor | None] | None:
+    """Where the documents of queries and keys begin, if sequences are packed."""
+    cu_q, cu_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if cu_q is not None:
+        if mask is not None:
+            raise ValueError("attention: attention_mask: expected none with cu_seq_lens_q, got one")
+        return cu_q, None if cu_k is cu_q else cu_k
+    other = mask is not None or "{seq}" not in template or getattr(module, "is_cross_attention", False)
+    if other or q.shape[2] != k.shape[2] or q.shape[2] < 2:
+        return None
+    starts = _starts_of(kwargs.get("position_ids"), q.shape[0], q.shape[2])
+    return None if starts is None else (starts, None)
 
 
 def attention_forward(
@@ -228,7 +370,8 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What a model calls: q, k, v are (B, H, S, D), the result is (B, S, H, D). `attention_mask` is (B, Sk), 0 or False
-    where a key is padding, or something to add to the scores, (B, 1 or H, Sq, Sk)."""
+    where a key is padding, or something to add to the scores, (B, 1 or H, Sq, Sk). Where it is shorter than the keys,
+    those behind it are a static cache's room."""
     check_tensor("attention", "q", query)
     if kwargs.get("output_attentions"):
         raise NotImplementedError(
@@ -236,25 +379,47 @@ def attention_forward(
             'attn_implementation="eager" to see them'
         )
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    given, rows, cols = _given(module), query.shape[2], key.shape[2]
+    given = _given(module)
     template = _own(causal, sliding_window) if given is None else given
-    pattern = _pattern(template, rows, cols)
     if s_aux is not None and s_aux.dtype != torch.float32:
         s_aux = s_aux.to(query.dtype)
     options: dict[str, Any] = dict(scale=scaling, softcap=softcap or 0.0, dropout_p=dropout, sinks=s_aux)
-    bias = attention_mask
+    if (starts := _packed(module, query, key, template, attention_mask, kwargs)) is not None:
+        longest = (kwargs.get("max_length_q"), kwargs.get("max_length_k"))
+        return _by_documents(module, query, key, value, template, starts, longest, **options).contiguous(), None
+    if given is not None and attention_mask is not None and attention_mask.dim() == 2:
+        key, value = (x[:, :, : attention_mask.shape[1]] for x in (key, value))
+    rows, cols, bias = query.shape[2], key.shape[2], attention_mask
     if attention_mask is not None and attention_mask.dim() == 2:
-        length = attention_mask.shape[1]
-        if given is not None and (cuts := _groups(module, causal, given, rows, length, _ends(attention_mask))):
-            o = _by_groups(query, key, value, given, attention_mask, cuts, **options)
+        ends = None if given is None else _ends(attention_mask)
+        if ends is not None and (cuts := _groups(module, causal, template, rows, attention_mask.shape[1], ends)):
+            o = _by_groups(module, query, key, value, template, attention_mask, cuts, **options)
             return o.transpose(1, 2).contiguous(), None
-        bias = _seen(attention_mask)
+        bias = None if ends is not None and not any(map(any, ends)) else _seen(attention_mask)
     elif attention_mask is not None:
-        if given is not None:
-            _check_whole(module, causal, given, rows, attention_mask)
+        template = _of_whole_mask(module, causal, template, given is not None, rows, cols, attention_mask)
         bias = attention_mask[..., :cols]
         bias = _seen(bias) if bias.dtype == torch.bool else bias
-    return attention(query, key, value, pattern, bias=bias, **options).transpose(1, 2).contiguous(), None
+    o = _attend(module, query, key, value, _pattern(template, rows, cols), bias=bias, **options)
+    return o.transpose(1, 2).contiguous(), None
+
+
+def _of_whole_mask(
+    module: torch.nn.Module, causal: bool, template: str, given: bool, rows: int, cols: int, mask: Tensor
+) -> str:
+    """The pattern beside a mask (B, 1 or H, Sq, Sk). With a cache the mask says all that a model has by itself, of
+    which only the device knows the position in a static one."""
+    if given:
+        _check_whole(module, causal, template, rows, mask)
+        return template
+    if rows == cols:
+        return template
+    if getattr(module, "_fretwork_blocks", None) is not None:
+        raise NotImplementedError(
+            "attention: past_key_values: expected a cache that grows for use_blocks, got a static one or a mask "
+            f"{tuple(mask.shape)}; use DynamicCache"
+        )
+    return "full({seq})"
 
 
 def _check_dropped(config: Any, ends: list[_Ends], rows: int, kept: int, dropped: int) -> None:
@@ -287,12 +452,12 @@ def padding_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """What a model makes of its attention mask: the padding alone, or None where there is none."""
+    """What a model makes of its attention mask: the padding alone, or None where there is none; with a static cache
+    a whole mask, or with a pattern one as long as the keys that are there."""
     own_keys = q_offset or "allow_is_bidirectional_skip" not in kwargs  # else they may be another sequence's
     if isinstance(q_offset, Tensor) or (own_keys and q_offset + q_length != kv_offset + kv_length):
-        raise NotImplementedError(
-            "attention: past_key_values: expected a cache as long as the sequence, got a static one; use DynamicCache"
-        )
+        sizes = dict(q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset)
+        return _static_mask(*args, **sizes, attention_mask=attention_mask, config=config, **kwargs)
     if kv_offset:
         ends = [] if attention_mask is None else _read_ends(attention_mask)
         _check_dropped(config, ends, q_length, kv_length, kv_offset)
@@ -301,6 +466,29 @@ def padding_mask(
     mask = attention_mask[:, -kv_length:]  # a tensor of its own, also where it is the whole
     ends = mask._fretwork_ends = _read_ends(mask)  # type: ignore[attr-defined]
     return mask if any(left or right or holes for left, right, holes in ends) else None
+
+
+def _static_mask(*args: Any, attention_mask: Tensor | None, config: Any, **kwargs: Any) -> Tensor:
+    """Of a cache with room behind its keys."""
+    if (given := getattr(config, "fretwork_pattern", None)) is None:
+        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        mask: Tensor = sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+        return mask
+    if getattr(config, "sliding_window", None) is not None and "sliding_attention" in (
+        getattr(config, "layer_types", None) or ["sliding_attention"]
+    ):
+        raise NotImplementedError(
+            "attention: past_key_values: expected a cache of all keys with fretwork_pattern "
+            f"{given!r}, got a static one with a sliding window; use DynamicCache"
+        )
+    length = int(kwargs["q_offset"]) + kwargs["q_length"]  # a pattern's positions are the host's
+    if attention_mask is None:
+        batch = args[0] if args else kwargs["batch_size"]
+        mask = torch.ones(batch, length, dtype=torch.bool, device=kwargs.get("device", "cpu"))
+    else:
+        mask = attention_mask[:, :length]
+    mask._fretwork_ends = _read_ends(mask)  # type: ignore[attr-defined]
+    return mask
 
 
 def _remember(config: Any) -> None:

@@ -21,11 +21,13 @@ with needs("fretwork.jax", "jax", "jax"):
 from fretwork.jax.attention import alibi, attention  # the function takes the module's place in this namespace
 from fretwork.jax.block import block_softmax, dds, dsd, pack, sdd, unpack
 from fretwork.jax.conv import block_conv2d
+from fretwork.jax.dynamic_attention import BlockLists, select_blocks, selected_attention, varlen_attention
 from fretwork.jax.kronecker import ksmm, ksmm_chain
 from fretwork.jax.regular import r_sddmm, r_softmax, r_spmm
 from fretwork.jax.two_four import TwoFour
 
 __all__ = [
-    "TwoFour", "alibi", "attention", "block_conv2d", "block_softmax", "dds", "dsd", "kronecker", "ksmm", "ksmm_chain",
-    "pack", "r_sddmm", "r_softmax", "r_spmm", "sdd", "two_four", "unpack",
+    "BlockLists", "TwoFour", "alibi", "attention", "block_conv2d", "block_softmax", "dds", "dsd", "kronecker",
+    "ksmm", "ksmm_chain", "pack", "r_sddmm", "r_softmax", "r_spmm", "sdd", "select_blocks", "selected_attention",
+    "two_four", "unpack", "varlen_attention",
 ]  # fmt: skip

@@ -23,6 +23,8 @@ from fretwork.jax._handlers import (
     one_by_one,
     operand,
 )
+from fretwork.jax._partition import Axis, partitioned
+from fretwork.jax.dynamic_attention import BlockCall, BlockLists, block_attention, given_blocks
 from fretwork.patterns import Pattern
 
 Patterns = Pattern | Sequence[Pattern] | Sequence[Sequence[Pattern]]
@@ -51,6 +53,24 @@ class _Attention(NamedTuple):
             **{name: np.float64(number) for name, number in numbers.items()},
         }
 
+    def axes(self, arguments: Sequence[jax.Array], count: int) -> list[Axis]:
+        """Batch and heads, of the forward call or of the gradients: the extras follow after `count` operands."""
+        if "d" in self.extras:  # dropped elements are counted from the first of a call
+            return []
+        batch, heads = arguments[0].shape[:2]
+        axes = []
+        for dim, size, own in ((0, batch, "k"), (1, heads, "sz")):
+            if len(self.patterns) > 1 and (dim == 1 or len(self.patterns) != heads):
+                continue
+            of_extras = [
+                (dim if x.shape[dim] == size != 1 else None) if kind == "b" else (0 if kind in own else None)
+                for kind, x in zip(self.extras, arguments[count:], strict=True)
+            ]
+            learned = [d for kind, d in zip(self.extras, of_extras, strict=True) if kind in "bz"]
+            results = [dim] * 2 if count == 3 else [dim] * 3 + learned
+            axes.append(Axis([dim] * count + of_extras, results))
+        return axes
+
     def alone(self, batched: Sequence[bool], heads: int) -> bool:
         """Whether the elements of a vmap have something of their own that a batch shares; the extras come last."""
         own = dict(zip(self.extras, batched[len(batched) - len(self.extras) :], strict=True))
@@ -70,14 +90,17 @@ def _fold_bias(bias: jax.Array, batched: bool, size: int, batch: int) -> jax.Arr
 def _attention_call(p: _Attention, *arguments: jax.Array) -> Sequence[jax.Array]:
     """o and lse of q, k, v and the extras."""
 
-    @custom_vmap
-    def call(*arguments: jax.Array) -> Sequence[jax.Array]:
+    def on_part(*arguments: jax.Array) -> Sequence[jax.Array]:
         q, _, v = arguments[:3]
         results = [
             jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype),
             jax.ShapeDtypeStruct(q.shape[:3], _wide(q.dtype)),
         ]
         return jax.ffi.ffi_call("fretwork_attention", results)(*arguments, **p.options())
+
+    @custom_vmap
+    def call(*arguments: jax.Array) -> Sequence[jax.Array]:
+        return partitioned(on_part, p.axes(arguments, 3), arguments)
 
     @call.def_vmap
     def _(size: int, batched: list[bool], *arguments: jax.Array) -> tuple[Sequence[jax.Array], list[bool]]:
@@ -96,12 +119,15 @@ def _attention_call(p: _Attention, *arguments: jax.Array) -> Sequence[jax.Array]
 def _gradient_call(p: _Attention, *arguments: jax.Array) -> Sequence[jax.Array]:
     """The gradients of q, k, v, bias and sinks, of q, k, v, o, lse, d_o, d_lse and the extras."""
 
-    @custom_vmap
-    def call(*arguments: jax.Array) -> Sequence[jax.Array]:
+    def on_part(*arguments: jax.Array) -> Sequence[jax.Array]:
         learned = [x for kind, x in zip(p.extras, arguments[7:], strict=True) if kind in "bz"]
         like = [*arguments[:3], *learned]
         results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like]
         return jax.ffi.ffi_call("fretwork_attention_backward", results)(*arguments, **p.options())
+
+    @custom_vmap
+    def call(*arguments: jax.Array) -> Sequence[jax.Array]:
+        return partitioned(on_part, p.axes(arguments, 7), arguments)
 
     @call.def_vmap
     def _(size: int, batched: list[bool], *arguments: jax.Array) -> tuple[Sequence[jax.Array], list[bool]]:
@@ -214,6 +240,8 @@ def attention(
     key_padding_mask: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     precision: str | None = None,
+    blocks: ArrayLike | BlockLists | None = None,
+    block: int | tuple[int, int] = 128,
 ) -> jax.Array: ...
 
 
@@ -233,6 +261,8 @@ def attention(
     key_padding_mask: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     precision: str | None = None,
+    blocks: ArrayLike | BlockLists | None = None,
+    block: int | tuple[int, int] = 128,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -252,6 +282,8 @@ def attention(
     key_padding_mask: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     precision: str | None = None,
+    blocks: ArrayLike | BlockLists | None = None,
+    block: int | tuple[int, int] = 128,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
@@ -270,16 +302,22 @@ def attention(
     key_padding_mask: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     precision: str | None = None,
+    blocks: ArrayLike | BlockLists | None = None,
+    block: int | tuple[int, int] = 128,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention in which a query sees the keys that `pattern` holds; arguments as `fretwork.attention` has them.
 
     q is (B, Hq, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), Hq a multiple of Hk. `bias` broadcasts to (B, Hq, Sq, Sk)
     or is `alibi(slopes)`. Keys where `key_padding_mask` (B, Sk) is True are not seen. `sinks` (Hq,) are scores that
     join the sum of each query of a head. Dropout takes a key of `jax.random`. With `return_lse` the result is (o, lse).
+    `blocks` are key blocks that only the device knows, a bool array or `fretwork.jax.BlockLists`, of the sides `block`.
 
     >>> import fretwork as fw
     >>> q = k = v = jnp.ones((1, 2, 50, 16))
     >>> attention(q, k, v, fw.Pattern.parse("strided(50, 8)")).shape
+    (1, 2, 50, 16)
+    >>> blocks = jnp.eye(4, dtype=bool)[None, None]
+    >>> attention(q, k, v, fw.patterns.causal(50), blocks=blocks, block=16).shape
     (1, 2, 50, 16)
     """
     op = "attention"
@@ -301,9 +339,16 @@ def attention(
     if sinks is not None:
         extras["sinks"] = array(op, "sinks", sinks)
     arrays = [array(op, name, x) for name, x in zip("qkv", (q, k, v), strict=True)]
+    numbers = (None if scale is None else number(op, "scale", scale), number(op, "softcap", softcap), rate)
+    if blocks is not None:
+        patterns = () if pattern is None else _shapes.flat_patterns(op, pattern, arrays[0].shape)
+        given = given_blocks(op, blocks)
+        call = BlockCall(patterns, len(given) == 2, _shapes.check_sides(op, block), *numbers, precision)
+        o, lse = block_attention(call, *arrays, given, extras)
+        return (o, lse) if return_lse else o
+    _shapes.check_no_block(op, block)
     if pattern is None:
         pattern = _shapes.every_key(op, arrays[0].shape, arrays[1].shape)
     patterns = _shapes.flat_patterns(op, pattern, arrays[0].shape)
-    numbers = (None if scale is None else number(op, "scale", scale), number(op, "softcap", softcap), rate)
     o, lse = _checked_attention(patterns, *numbers, precision, *arrays, extras)
     return (o, lse) if return_lse else o

@@ -24,12 +24,18 @@ from fretwork.jax._handlers import (
     one_by_one,
     operand,
 )
+from fretwork.jax._partition import Axis, partitioned
 from fretwork.patterns import BlockLayout
 
 
 def _four(x: jax.Array) -> jax.Array:
     """With the missing leading dimensions."""
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+def _batch(operands: Sequence[jax.Array], result: int | None) -> Axis:
+    """Z, of operands that have one; a single element is whole on every device."""
+    return Axis([0 if x.shape[0] != 1 else None for x in operands], [result])
 
 
 # Products. `mode` says which of C, A, B is sparse in C = op(A)·op(B).
@@ -65,13 +71,15 @@ def _unfold(x: jax.Array, size: int, z: int) -> jax.Array:
 
 
 def _matmul_call(p: _Product, a: jax.Array, b: jax.Array) -> jax.Array:
-    @custom_vmap
-    def call(a: jax.Array, b: jax.Array) -> jax.Array:
+    def on_part(a: jax.Array, b: jax.Array) -> list[jax.Array]:
         result = jax.ShapeDtypeStruct(p.shape(a, b), a.dtype)
         options = {"trans_a": p.trans_a, "trans_b": p.trans_b, "sum_z": p.sum_z, "sum_h": p.sum_h}
-        return jax.ffi.ffi_call("fretwork_matmul", result)(
-            a, b, mode=p.mode, layout=p.layout.text, precision=p.precision, **options
-        )
+        call = jax.ffi.ffi_call("fretwork_matmul", result)
+        return [call(a, b, mode=p.mode, layout=p.layout.text, precision=p.precision, **options)]
+
+    @custom_vmap
+    def call(a: jax.Array, b: jax.Array) -> jax.Array:
+        return partitioned(on_part, [_batch((a, b), None if p.sum_z else 0)], (a, b))[0]
 
     @call.def_vmap
     def _(size: int, batched: list[bool], a: jax.Array, b: jax.Array) -> tuple[jax.Array, bool]:
@@ -212,12 +220,15 @@ class _Softmax(NamedTuple):
 
 
 def _softmax_call(p: _Softmax, values: jax.Array, *extras: jax.Array) -> jax.Array:
+    def on_part(values: jax.Array, *extras: jax.Array) -> list[jax.Array]:
+        modes = {"key_padding_mask_mode": p.key_padding_mask_mode, "attn_mask_mode": p.attn_mask_mode}
+        call = jax.ffi.ffi_call("fretwork_softmax", jax.ShapeDtypeStruct(values.shape, values.dtype))
+        return [call(values, *extras, layout=p.layout.text, scale=np.float64(p.scale), extras=p.extras, **modes)]
+
     @custom_vmap
     def call(values: jax.Array, *extras: jax.Array) -> jax.Array:
-        modes = {"key_padding_mask_mode": p.key_padding_mask_mode, "attn_mask_mode": p.attn_mask_mode}
-        return jax.ffi.ffi_call("fretwork_softmax", jax.ShapeDtypeStruct(values.shape, values.dtype))(
-            values, *extras, layout=p.layout.text, scale=np.float64(p.scale), extras=p.extras, **modes
-        )
+        axes = [] if extras else [_batch((values,), 0)]
+        return partitioned(on_part, axes, (values, *extras))[0]
 
     @call.def_vmap
     def _(size: int, batched: list[bool], values: jax.Array, *extras: jax.Array) -> tuple[jax.Array, bool]:
@@ -238,12 +249,15 @@ def _softmax_call(p: _Softmax, values: jax.Array, *extras: jax.Array) -> jax.Arr
 def _softmax_gradients(p: _Softmax, out: jax.Array, d: jax.Array) -> Sequence[jax.Array]:
     """Of the values, and of rpe where there is one."""
 
-    @custom_vmap
-    def call(out: jax.Array, d: jax.Array) -> Sequence[jax.Array]:
+    def on_part(out: jax.Array, d: jax.Array) -> Sequence[jax.Array]:
         shapes = [(out.shape, out.dtype), *([p.rpe] if p.rpe else [])]
         return jax.ffi.ffi_call("fretwork_softmax_backward", [jax.ShapeDtypeStruct(*s) for s in shapes])(
             out, d, layout=p.layout.text, scale=np.float64(p.scale)
         )
+
+    @custom_vmap
+    def call(out: jax.Array, d: jax.Array) -> Sequence[jax.Array]:
+        return partitioned(on_part, [] if p.rpe else [_batch((out, d), 0)], (out, d))
 
     @call.def_vmap
     def _(size: int, batched: list[bool], out: jax.Array, d: jax.Array) -> tuple[list[jax.Array], list[bool]]:
@@ -340,12 +354,15 @@ def block_softmax(
 
 
 def _copy_call(op: str, layout: BlockLayout, fill: float, x: jax.Array) -> jax.Array:
-    @custom_vmap
-    def call(x: jax.Array) -> jax.Array:
+    def on_part(x: jax.Array) -> list[jax.Array]:
         shape = _shapes.packed_shape(layout) if op == "pack" else layout.shape
         options = {} if op == "pack" else {"fill": np.float64(fill)}
         result = jax.ShapeDtypeStruct((x.shape[0], *shape), x.dtype)
-        return jax.ffi.ffi_call(f"fretwork_{op}", result)(x, layout=layout.text, **options)
+        return [jax.ffi.ffi_call(f"fretwork_{op}", result)(x, layout=layout.text, **options)]
+
+    @custom_vmap
+    def call(x: jax.Array) -> jax.Array:
+        return partitioned(on_part, [_batch((x,), 0)], (x,))[0]
 
     @call.def_vmap
     def _(size: int, batched: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from fretwork import _shapes
 from fretwork._shapes import ConvGeometry
 from fretwork.jax._handlers import array, check_layout, check_precision, default_precision, one_by_one, operand
+from fretwork.jax._partition import Axis, partitioned
 from fretwork.patterns import BlockLayout
 
 
@@ -44,13 +45,17 @@ def _shape(kind: str, p: _Conv, a: jax.Array) -> tuple[int, ...]:
 
 
 def _call(kind: str, p: _Conv, a: jax.Array, b: jax.Array, *bias: jax.Array) -> jax.Array:
-    @custom_vmap
-    def call(a: jax.Array, b: jax.Array, *bias: jax.Array) -> jax.Array:
+    def on_part(a: jax.Array, b: jax.Array, *bias: jax.Array) -> list[jax.Array]:
         result = jax.ShapeDtypeStruct(_shape(kind, p, a), a.dtype)
         numbers = {name: np.array(given, np.int64) for name, given in p.geometry._asdict().items()}
-        return jax.ffi.ffi_call(f"fretwork_block_conv2d{kind}", result)(
-            a, b, *bias, layout=p.layout.text, precision=p.precision, **numbers
-        )
+        call = jax.ffi.ffi_call(f"fretwork_block_conv2d{kind}", result)
+        return [call(a, b, *bias, layout=p.layout.text, precision=p.precision, **numbers)]
+
+    @custom_vmap
+    def call(a: jax.Array, b: jax.Array, *bias: jax.Array) -> jax.Array:
+        both = kind == "_backward_values"  # of images and gradients, over whose batch it sums
+        axis = Axis([0, 0 if both else None, *[None] * len(bias)], [None if both else 0])
+        return partitioned(on_part, [axis], (a, b, *bias))[0]
 
     @call.def_vmap
     def _(size: int, batched: list[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:

@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 from fretwork._checks import fail, flag
 from fretwork._shapes import check_floating, factor_features
 from fretwork.jax._handlers import ACTIVATIONS, array, check_precision, default_precision, operand
+from fretwork.jax._partition import Axis, partitioned
 from fretwork.patterns import KroneckerPattern
 from fretwork.patterns.kronecker import butterfly, kronecker_patterns, monarch, projected
 
@@ -35,6 +36,10 @@ class _Product(NamedTuple):
     def batch(self) -> int:
         """The axis of x and y that counts the batch."""
         return int(self.bs_last)
+
+    def axes(self, operands: Sequence[jax.Array]) -> list[Axis]:
+        """The batch; weights and bias are whole."""
+        return [Axis([self.batch, *[None] * (len(operands) - 1)], [self.batch])]
 
     @property
     def plain(self) -> _Product:
@@ -60,13 +65,18 @@ def _over_none(call: Callable[..., Any], batched: Sequence[bool], *operands: jax
 
 
 def _ksmm_call(p: _Product, x: jax.Array, w: jax.Array, *bias: jax.Array) -> jax.Array:
-    @custom_vmap
-    def call(x: jax.Array, w: jax.Array, *bias: jax.Array) -> jax.Array:
+    def on_part(x: jax.Array, w: jax.Array, *bias: jax.Array) -> list[jax.Array]:
         a, b, _, d = w.shape
         shape = (a * b * d, x.shape[1]) if p.bs_last else (x.shape[0], a * b * d)
-        return jax.ffi.ffi_call("fretwork_ksmm", jax.ShapeDtypeStruct(shape, x.dtype))(
-            x, w, *bias, activation=p.activation, bs_last=p.bs_last, precision=p.precision
-        )
+        return [
+            jax.ffi.ffi_call("fretwork_ksmm", jax.ShapeDtypeStruct(shape, x.dtype))(
+                x, w, *bias, activation=p.activation, bs_last=p.bs_last, precision=p.precision
+            )
+        ]
+
+    @custom_vmap
+    def call(*operands: jax.Array) -> jax.Array:
+        return partitioned(on_part, p.axes(operands), operands)[0]
 
     @call.def_vmap
     def _(size: int, batched: list[bool], x: jax.Array, w: jax.Array, *bias: jax.Array) -> tuple[jax.Array, bool]:
@@ -85,14 +95,17 @@ def _ksmm_call(p: _Product, x: jax.Array, w: jax.Array, *bias: jax.Array) -> jax
 def _weight_call(p: _Product, a: int, d: int, x: jax.Array, d_y: jax.Array) -> Sequence[jax.Array]:
     """The gradients of w and of the bias."""
 
-    @custom_vmap
-    def call(x: jax.Array, d_y: jax.Array) -> Sequence[jax.Array]:
+    def on_part(x: jax.Array, d_y: jax.Array) -> Sequence[jax.Array]:
         features = 1 - p.batch
         b, c = (t.shape[features] // (a * d) for t in (d_y, x))
         results = [jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((a, b, c, d), (a * b * d,))]
         return jax.ffi.ffi_call("fretwork_ksmm_backward_weight", results)(
             x, d_y, bs_last=p.bs_last, precision=p.precision
         )
+
+    @custom_vmap
+    def call(x: jax.Array, d_y: jax.Array) -> Sequence[jax.Array]:
+        return partitioned(on_part, [Axis([p.batch] * 2, [None] * 2)], (x, d_y))
 
     @call.def_vmap
     def _(size: int, batched: list[bool], x: jax.Array, d_y: jax.Array) -> tuple[list[jax.Array], list[bool]]:
@@ -164,13 +177,18 @@ def _walk(p: _Product, count: int, x: jax.Array, *operands: jax.Array) -> jax.Ar
 
 
 def _chain_call(p: _Product, count: int, x: jax.Array, *operands: jax.Array) -> jax.Array:
-    @custom_vmap
-    def call(x: jax.Array, *operands: jax.Array) -> jax.Array:
+    def on_part(x: jax.Array, *operands: jax.Array) -> list[jax.Array]:
         a, b, _, d = operands[count - 1].shape
         shape = (a * b * d, x.shape[1]) if p.bs_last else (x.shape[0], a * b * d)
-        return jax.ffi.ffi_call("fretwork_ksmm_chain", jax.ShapeDtypeStruct(shape, x.dtype))(
-            x, *operands, activation=p.activation, bs_last=p.bs_last, precision=p.precision
-        )
+        return [
+            jax.ffi.ffi_call("fretwork_ksmm_chain", jax.ShapeDtypeStruct(shape, x.dtype))(
+                x, *operands, activation=p.activation, bs_last=p.bs_last, precision=p.precision
+            )
+        ]
+
+    @custom_vmap
+    def call(*operands: jax.Array) -> jax.Array:
+        return partitioned(on_part, p.axes(operands), operands)[0]
 
     @call.def_vmap
     def _(size: int, batched: list[bool], x: jax.Array, *operands: jax.Array) -> tuple[jax.Array, bool]:

@@ -18,8 +18,11 @@ from jax.typing import ArrayLike
 from fretwork import _shapes
 from fretwork._checks import number
 from fretwork.jax._handlers import array, differentiated_once, fold, operand
+from fretwork.jax._partition import Axis, partitioned
 from fretwork.patterns import Pattern
 from fretwork.patterns.pattern import row_width
+
+_BATCH_AND_HEADS = [Axis([d, d], [d]) for d in (0, 1)]
 
 
 class _Product(NamedTuple):
@@ -54,8 +57,14 @@ def _folded(call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(p: _Product, a: jax.Array, b: jax.Array) -> jax.Array:
     def call(a: jax.Array, b: jax.Array) -> jax.Array:
-        result = jax.ShapeDtypeStruct(p.shape(a, b), a.dtype)
-        return jax.ffi.ffi_call(f"fretwork_{p.op}", result)(a, b, pattern=p.pattern.text)
+        whole = a.shape[1]
+
+        def on_part(a: jax.Array, b: jax.Array) -> list[jax.Array]:
+            part = p._replace(heads=p.heads * a.shape[1] // whole if whole else p.heads)
+            result = jax.ShapeDtypeStruct(part.shape(a, b), a.dtype)
+            return [jax.ffi.ffi_call(f"fretwork_{p.op}", result)(a, b, pattern=p.pattern.text)]
+
+        return partitioned(on_part, _BATCH_AND_HEADS, (a, b))[0]
 
     return _folded(call)(a, b)
 
@@ -80,9 +89,12 @@ _product.defvjp(_product_forward, _product_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _softmax(pattern: Pattern, scale: float, x: jax.Array) -> jax.Array:
-    def call(x: jax.Array) -> jax.Array:
+    def on_part(x: jax.Array) -> list[jax.Array]:
         result = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return jax.ffi.ffi_call("fretwork_r_softmax", result)(x, pattern=pattern.text, scale=np.float64(scale))
+        return [jax.ffi.ffi_call("fretwork_r_softmax", result)(x, pattern=pattern.text, scale=np.float64(scale))]
+
+    def call(x: jax.Array) -> jax.Array:
+        return partitioned(on_part, [Axis([d], [d]) for d in (0, 1)], (x,))[0]
 
     return _folded(call)(x)
 
@@ -93,9 +105,12 @@ def _softmax_forward(pattern: Pattern, scale: float, x: jax.Array) -> tuple[jax.
 
 
 def _softmax_backward(pattern: Pattern, scale: float, out: jax.Array, d: jax.Array) -> tuple[jax.Array]:
-    def call(out: jax.Array, d: jax.Array) -> jax.Array:
+    def on_part(out: jax.Array, d: jax.Array) -> list[jax.Array]:
         result, options = jax.ShapeDtypeStruct(out.shape, out.dtype), {"scale": np.float64(scale)}
-        return jax.ffi.ffi_call("fretwork_r_softmax_backward", result)(out, d, pattern=pattern.text, **options)
+        return [jax.ffi.ffi_call("fretwork_r_softmax_backward", result)(out, d, pattern=pattern.text, **options)]
+
+    def call(out: jax.Array, d: jax.Array) -> jax.Array:
+        return partitioned(on_part, _BATCH_AND_HEADS, (out, d))[0]
 
     return (differentiated_once("r_softmax", _folded(call), "apply jax.nn.softmax to its entries")(out, d),)
 

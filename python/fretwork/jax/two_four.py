@@ -20,12 +20,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike, DTypeLike
 
 from fretwork._checks import fail, flag, refuse, whole_number
 from fretwork._library import two_four_order
 from fretwork._shapes import two_four_axis, two_four_cut
-from fretwork.jax._handlers import ACTIVATIONS, array, check_precision, default_precision
+from fretwork.jax._handlers import ACTIVATIONS, array, check_precision, default_precision, one_by_one
+from fretwork.jax._partition import Axis, partitioned
 
 __all__ = ["TwoFour", "cat", "check", "compress", "from_layout", "linear", "matmul", "prune"]
 
@@ -425,11 +427,25 @@ class _Product(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(p: _Product, values: jax.Array, metadata: jax.Array, dense: jax.Array, *bias: jax.Array) -> jax.Array:
-    shape = list(dense.shape)
-    shape[-2 if p.left else -1] = values.shape[0]
-    result = jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(p.out))
     attributes = {"left": p.left, "activation": p.activation, "precision": p.precision}
-    return _call("matmul", result, values, metadata, dense, *bias, **attributes)
+
+    def on_part(values: jax.Array, metadata: jax.Array, dense: jax.Array, *bias: jax.Array) -> list[jax.Array]:
+        shape = list(dense.shape)
+        shape[-2 if p.left else -1] = values.shape[0]
+        result = jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(p.out))
+        return [_call("matmul", result, values, metadata, dense, *bias, **attributes)]
+
+    @custom_vmap
+    def call(*operands: jax.Array) -> jax.Array:
+        whole = [None] * len(bias)
+        axes = [Axis([None, None, d, *whole], [d]) for d in range(operands[2].ndim - (2 if p.left else 1))]
+        return partitioned(on_part, axes, operands)[0]
+
+    @call.def_vmap
+    def _(size: int, batched: list[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
+        return one_by_one(lambda *one: on_part(*one)[0], batched, operands), True
+
+    return call(values, metadata, dense, *bias)
 
 
 def _forward(p: _Product, *operands: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:

@@ -13,7 +13,7 @@ from fretwork._checks import whole_number
 from fretwork._torch import two_four as rules
 from fretwork._torch.arguments import FLOATING, as_number, check_tensor
 from fretwork._torch.differentiable import called_plainly
-from fretwork._torch.private import alive, held, in_autocast, in_forward_mode, in_transform, node_apply
+from fretwork._torch.private import alive, held, in_autocast, in_forward_mode, in_transform, node_apply, whole
 from fretwork.nn.hooks import always_called
 from fretwork.two_four import TwoFour, from_parts, product_precision
 
@@ -204,7 +204,8 @@ class SemiSparseLinear(nn.Module):
         if self.trainable == "values" and not self.values.is_meta:
             try:
                 with torch.no_grad():
-                    self.metadata.copy_(two_four.canonical(self.values, self.metadata, 1, keep_valid=True))
+                    values = whole(self.values)
+                    self.metadata.copy_(two_four.canonical(values, self.metadata, 1, keep_valid=True))
             except (ValueError, RuntimeError) as error:
                 errors.append(f"{prefix}metadata: {error}")
 

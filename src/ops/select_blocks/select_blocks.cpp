@@ -58,8 +58,10 @@ void check_options(std::int64_t top_k, const SelectOptions& options) {
   }
   // Each compared by itself: their sum may have no room.
   if (top_k < 1 || options.first > top_k || options.last > top_k - options.first) {
+    const bool none = options.first == 0 && options.last == 0;
     throw Error(kOp, "top_k",
-                "at least 1 and first + last, " + std::to_string(options.first) + " + " + std::to_string(options.last),
+                none ? "at least 1"
+                     : "at least first + last, " + std::to_string(options.first) + " + " + std::to_string(options.last),
                 std::to_string(top_k));
   }
 }

@@ -44,24 +44,38 @@ class Forward {
   }
 
  private:
+  /// Heads that share a plan, with its components.
+  struct Layers {
+    PlanHeads set;
+    std::deque<Layer<Acc>> layers;
+    bool whole;  ///< the last holds every row
+    bool waits() const { return layers.size() != 1 || !whole; }
+  };
+
   void run(const PlanRange& range) {
+    std::deque<Layers> all;
+    std::int64_t bytes = 0;
     for (const PlanHeads& set : head_sets(range.things, p_.heads)) {
       const auto components = in_order(*set.thing);
-      std::deque<Layer<Acc>> layers;
+      Layers& layers = all.emplace_back(set);
+      layers.whole = ends_whole(components);
       std::int64_t places = 0;
       for (const Component* component : components) {
-        places = std::max(places, layers.emplace_back(p_, *set.thing, *component, false, machine_).columns.places());
+        layers.layers.emplace_back(p_, *set.thing, *component, false, machine_);
+        places = std::max(places, layers.layers.back().columns.places());
       }
-      const bool whole = ends_whole(components), waits = components.size() != 1 || !whole;
-      const std::int64_t rows = waits ? p_.heads / p_.kv_heads * p_.rows : 0;
-      const std::int64_t bytes = Memory::bytes<Acc>(places * p_.depth) + Memory::bytes<Acc>(places * values_.padded()) +
-                                 2 * Memory::bytes<Acc>(rows) + Memory::bytes<Acc>(rows * values_.padded());
-      const std::int64_t before = range.first * p_.kv_heads;
-      for_slices(range.count * p_.kv_heads, bytes, false, context_,
-                 [&](std::int64_t first, std::int64_t last, Context& context, Memory memory) {
-                   run(set, layers, waits, whole, before + first, before + last, context, memory);
-                 });
+      const std::int64_t rows = layers.waits() ? p_.heads / p_.kv_heads * p_.rows : 0;
+      bytes = std::max(bytes, Memory::bytes<Acc>(places * p_.depth) + Memory::bytes<Acc>(places * values_.padded()) +
+                                  2 * Memory::bytes<Acc>(rows) + Memory::bytes<Acc>(rows * values_.padded()));
     }
+    // Plans inside, slices outside: each thread's slices have work, also where heads have plans of their own.
+    const std::int64_t before = range.first * p_.kv_heads;
+    for_slices(range.count * p_.kv_heads, bytes, false, context_,
+               [&](std::int64_t first, std::int64_t last, Context& context, Memory memory) {
+                 for (const Layers& layers : all) {
+                   run(layers, before + first, before + last, context, memory);
+                 }
+               });
   }
 
   struct Task {
@@ -72,18 +86,20 @@ class Forward {
     const State<Acc>* after;   ///< where it waits for the next, unless this is the last
   };
 
-  void run(const PlanHeads& set, const std::deque<Layer<Acc>>& layers, bool waits, bool whole, std::int64_t first,
-           std::int64_t last, Context& context, Memory memory) const {
-    const std::vector<Query> queries = queries_of(p_, set, first, last);
-    const std::vector<Head> slices = key_heads(p_, first, last);
+  void run(const Layers& of, std::int64_t first, std::int64_t last, Context& context, Memory memory) const {
+    std::vector<Query> queries = queries_of(p_, of.set, first, last);
+    if (queries.empty()) {
+      return;
+    }
+    const std::vector<Head> slices = used_slices(p_, queries, first);
     State<Acc> state;
-    if (waits) {
+    if (of.waits()) {
       const std::int64_t rows = std::ssize(queries) * p_.rows;
       state = {memory.take<Acc>(rows), memory.take<Acc>(rows), memory.take<Acc>(rows * values_.padded())};
       std::fill_n(state.tops, rows, kNone<Acc>);
       std::fill_n(state.sums, rows, Acc{0});
     }
-    for (const Layer<Acc>& layer : layers) {
+    for (const Layer<Acc>& layer : of.layers) {
       Memory packed = memory;
       const std::int64_t places = std::ssize(slices) * layer.columns.places();
       Acc* const keys = packed.take<Acc>(places * p_.depth);
@@ -91,8 +107,8 @@ class Forward {
           layer.columns.in_place(p_.v, p_.dtype, values_) ? nullptr : packed.take<Acc>(places * values_.padded());
       Packing<Acc> packing(layer, machine_, p_.dtype, slices, {p_.k, keys_, keys, nullptr},
                            {p_.v, values_, nullptr, values}, context);
-      const bool final = whole && &layer == &layers.back();
-      const Task task{layer, packing, keys, &layer != &layers.front() ? &state : nullptr, final ? nullptr : &state};
+      const bool final = of.whole && &layer == &of.layers.back();
+      const Task task{layer, packing, keys, &layer != &of.layers.front() ? &state : nullptr, final ? nullptr : &state};
       const TileShape& shape = layer.plan.shape;
       const double flops =
           2.0 * static_cast<double>(shape.rows * shape.cols) * static_cast<double>(p_.depth + p_.value_depth);
@@ -100,7 +116,7 @@ class Forward {
         run(task, queries[static_cast<std::size_t>(unit)], unit, tile);
       });
     }
-    if (!whole) {
+    if (!of.whole) {
       finish(queries, state, context);
     }
   }

@@ -82,6 +82,19 @@ std::vector<Query> queries_of(const Problem& problem, const PlanHeads& set, std:
   return queries;
 }
 
+std::vector<Head> used_slices(const Problem& problem, std::vector<Query>& queries, std::int64_t first) {
+  std::vector<Head> used;
+  std::int64_t last = -1;
+  for (Query& query : queries) {  // in the order of their slices
+    if (query.slice != last) {
+      last = query.slice;
+      used.push_back({(first + last) / problem.kv_heads, (first + last) % problem.kv_heads});
+    }
+    query.slice = std::ssize(used) - 1;
+  }
+  return used;
+}
+
 std::vector<const Component*> in_order(const Plan& plan) {
   std::vector<const Component*> components;
   for (const Component& component : plan.components) {

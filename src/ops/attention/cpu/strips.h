@@ -75,6 +75,8 @@ struct Query {
 /// The key heads [first, last) of all batches, and the query heads of a set that use them.
 std::vector<Head> key_heads(const Problem& problem, std::int64_t first, std::int64_t last);
 std::vector<Query> queries_of(const Problem& problem, const PlanHeads& set, std::int64_t first, std::int64_t last);
+/// The key heads that `queries` of the slices from `first` on use; their numbers then count these alone.
+std::vector<Head> used_slices(const Problem& problem, std::vector<Query>& queries, std::int64_t first);
 /// The components of a plan, one that holds every row last, if there is one: its rows are then final.
 std::vector<const Component*> in_order(const Plan& plan);
 /// Whether the last of them holds every row.

@@ -110,10 +110,10 @@ std::optional<kernels::ScoredBackwardParams> backward_params(const attention_op:
   return params;
 }
 
-std::optional<BlockBits> bits_of(const Problem& problem, bool transposed, Context& context) {
-  return problem.keys.form == Form::documents
-             ? std::nullopt
-             : std::optional<BlockBits>(std::in_place, problem.keys, transposed, context);
+std::optional<BlockBits> find_bits(const Problem& problem, bool transposed, Context& context) {
+  return needs_bits(problem.keys, transposed)
+             ? std::optional<BlockBits>(std::in_place, problem.keys, transposed, context)
+             : std::nullopt;
 }
 
 }  // namespace
@@ -130,7 +130,7 @@ bool forward(const Problem& problem, Context& context) {
   if (!q || !k || !v) {
     return false;
   }
-  const std::optional<BlockBits> bits = bits_of(problem, false, context);
+  const std::optional<BlockBits> bits = find_bits(problem, false, context);
   const DeviceWalk walk(problem, bits ? &*bits : nullptr, rows, cols, false, context);
   kernels::ScoredForwardParams params{};
   params.q = *q;
@@ -178,7 +178,7 @@ bool backward(const BackwardProblem& problem, Context& context) {
     }
   }
   const bool any_keys = b.d_k.data != nullptr || b.d_v.data != nullptr;
-  const std::optional<BlockBits> bits = bits_of(walked, any_keys, context);
+  const std::optional<BlockBits> bits = find_bits(walked, any_keys, context);
   std::deque<DeviceWalk> walks;  // until all is launched
   kernels::launch_statistics(b, stats.data(), false, context);
   for (Launch& launch : launches) {

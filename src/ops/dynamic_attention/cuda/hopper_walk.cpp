@@ -226,10 +226,22 @@ std::shared_ptr<const Bands> find_bands(const RegularPattern& pattern, const Axi
 
 // -------------------------------------------------------------------------------------------------------- walks
 
+namespace {
+
+/// Blocks that a row block may have.
+std::int64_t most_listed(const Keys& keys) {
+  return keys.form == Form::lists ? std::min(keys.entries, keys.cols) : keys.cols;
+}
+
+}  // namespace
+
 std::int64_t most_runs(const Keys& keys, int row_side, int col_side) {
-  const std::int64_t listed = keys.form == Form::lists ? std::min(keys.entries, keys.cols) : keys.cols;
-  return keys.batch * keys.heads * keys.rows * listed *
+  return keys.batch * keys.heads * keys.rows * most_listed(keys) *
          std::max<std::int64_t>(1, keys.block_rows * keys.block_cols / (row_side * col_side));
+}
+
+bool needs_bits(const Keys& keys, bool transposed) {
+  return keys.form != Form::documents && (transposed || keys.cols > 32 * kMostWords);
 }
 
 bool DeviceWalk::general() const { return bands_ != nullptr && bands_->general; }
@@ -238,18 +250,18 @@ DeviceWalk::DeviceWalk(const Problem& problem, const BlockBits* bits, const Axis
                        Context& context)
     : rows_(rows), cols_(cols), of_keys_(keys) {
   const attention_op::Problem& p = problem.attention;
+  const bool documents = problem.keys.form == Form::documents;
   heads_ = keys ? p.kv_heads : p.heads;
-  tiles_ = bits != nullptr ? rows.tiles() : static_cast<int>(rows.tokens / rows.side + problem.keys.documents + 2);
-  grid_ = static_cast<int>(std::min<std::int64_t>(
-      driver::device_info(context.device.index).multiprocessors * (attention_op::hopper::kRows / rows.side),
-      p.batch * heads_ * tiles_));
+  tiles_ = documents ? static_cast<int>(rows.tokens / rows.side + problem.keys.documents + 2) : rows.tiles();
+  most_items_ = p.batch * heads_ * tiles_;
+  most_ctas_ = driver::device_info(context.device.index).multiprocessors * (attention_op::hopper::kRows / rows.side);
   made_.side = rows.side;
   made_.shift = rows.shift;
-  if (bits != nullptr) {
-    bands_ = find_bands(*p.patterns[0], rows, cols, keys, context);
-    write_blocks(problem, *bits, context);
-  } else {
+  if (documents) {
     write_documents(problem, context);
+  } else {
+    bands_ = find_bands(*p.patterns[0], rows, cols, keys, context);
+    write_blocks(problem, bits, context);
   }
   walk_.row_tiles = made_.places;
   walk_.first = made_.first;
@@ -261,6 +273,8 @@ DeviceWalk::DeviceWalk(const Problem& problem, const BlockBits* bits, const Axis
   walk_.row_places = rows.side;
   walk_.col_places = cols.side;
 }
+
+int DeviceWalk::grid() const { return static_cast<int>(std::min(most_items_, most_ctas_)); }
 
 namespace {
 
@@ -276,17 +290,15 @@ void add_rows(Arrays& arrays, RowTiles& tiles, std::int64_t numbers, std::int64_
 
 }  // namespace
 
-void DeviceWalk::add_items(Arrays& arrays, const attention_op::Problem& p) {
-  arrays.add(items_, p.batch * heads_ * tiles_);
-  arrays.add(share_, grid_ + 1);
+void DeviceWalk::add_items(Arrays& arrays) {
+  arrays.add(items_, most_items_);
+  arrays.add(share_, grid() + 1);
 }
 
-void DeviceWalk::write_blocks(const Problem& problem, const BlockBits& bits, Context& context) {
+void DeviceWalk::write_blocks(const Problem& problem, const BlockBits* bits, Context& context) {
   const Keys& keys = problem.keys;
   BlockWalkParams params{};
   static_cast<RowTiles&>(params) = made_;
-  params.words = of_keys_ ? bits.transposed() : bits.words();
-  params.words_row = of_keys_ ? bits.transposed_row() : bits.words_row();
   params.row_blocks = static_cast<int>(of_keys_ ? keys.cols : keys.rows);
   params.tiles = tiles_;
   params.numbers = static_cast<int>(keys.batch * keys.heads * tiles_);
@@ -295,16 +307,28 @@ void DeviceWalk::write_blocks(const Problem& problem, const BlockBits& bits, Con
   params.rows = static_cast<int>(rows_.tokens);
   params.bands = driver::uploaded<Band>(bands_->memory, bands_->bands);
   params.parts = driver::uploaded<Part>(bands_->memory, bands_->parts);
-  params.taken = bits.counter(of_keys_);
+  if (bits == nullptr) {
+    params.bits = bits_of(keys);
+  } else {
+    params.words = of_keys_ ? bits->transposed() : bits->words();
+    params.words_row = of_keys_ ? bits->transposed_row() : bits->words_row();
+  }
+  if (of_keys_) {
+    params.taken = bits->counter();
+  } else {
+    params.most = static_cast<int>(most_listed(keys)) * params.col_tiles_each;
+  }
   memory_ = Arrays::allocate(
       [&](Arrays& arrays) {
         add_rows(arrays, params, params.numbers, most_runs(keys, rows_.side, cols_.side));
-        add_items(arrays, problem.attention);
+        add_items(arrays);
       },
       context);
   made_ = params;
+  const OrderParams items = order(problem, nullptr);
+  params.order = deals() ? OrderParams{} : items;
   launch(kBlockWalk, ceil_div(params.numbers, kThreads / 32), kThreads, &params, context);
-  order(problem, nullptr, context);
+  launch_order(items, context);
   walk_.col_tiles = driver::uploaded<Place>(bands_->memory, bands_->col_tiles);
   walk_.col_tokens = driver::uploaded<int>(bands_->memory, bands_->col_tokens);
   walk_.col_used = driver::uploaded<int>(bands_->memory, bands_->col_used);
@@ -333,21 +357,23 @@ void DeviceWalk::write_documents(const Problem& problem, Context& context) {
         arrays.add(params.cols.places, col_tiles);
         arrays.add(params.cols.tokens, col_tiles * cols_.side);
         arrays.add(params.cols.used, col_tiles);
-        add_items(arrays, problem.attention);
+        add_items(arrays);
       },
       context);
   made_ = params;
+  const OrderParams items = order(problem, params.first_tile + documents + 2);
+  params.order = deals() ? OrderParams{} : items;
   launch(kScanTiles, 2, kScanThreads, &params, context);
   launch(kDocumentWalk, ceil_div(params.capacity + params.cols.capacity, kThreads / 32), kThreads, &params, context);
-  order(problem, params.first_tile + documents + 2, context);
+  launch_order(items, context);
   walk_.col_tiles = params.cols.places;
   walk_.col_tokens = params.cols.tokens;
   walk_.col_used = params.cols.used;
 }
 
-void DeviceWalk::order(const Problem& problem, const int* tile_count, Context& context) {
+OrderParams DeviceWalk::order(const Problem& problem, const int* tile_count) const {
   const attention_op::Problem& p = problem.attention;
-  const bool lists = bands_ != nullptr;
+  const bool lists = problem.keys.form != Form::documents;
   const std::int64_t repeat = of_keys_ ? p.heads / p.kv_heads : 1;
   OrderParams params{};
   params.steps = made_.steps;
@@ -360,10 +386,16 @@ void DeviceWalk::order(const Problem& problem, const int* tile_count, Context& c
   params.repeat = static_cast<int>(repeat);
   params.together = static_cast<int>(std::max<std::int64_t>(1, attention_op::hopper::heads_in_l2(p) / repeat));
   params.coarse = std::max<int>(0, static_cast<int>(std::bit_width(static_cast<unsigned>(cols_.tiles()))) - kOrderBits);
-  params.ctas = grid_;
+  params.ctas = grid();
   params.items = items_;
   params.share = share_;
-  launch(kOrder, ceil_div(p.batch * heads_, params.together), kOrderThreads, &params, context);
+  return params;
+}
+
+void DeviceWalk::launch_order(const OrderParams& params, Context& context) const {
+  if (deals()) {
+    launch(kOrder, ceil_div(params.batch * heads_, params.together), kOrderThreads, &params, context);
+  }
 }
 
 }  // namespace fretwork::dynamic_attention_op::hopper

@@ -4,6 +4,7 @@
 
 #include "device/scan.cuh"
 #include "device/types.cuh"
+#include "ops/dynamic_attention/cuda/bits.cuh"
 #include "ops/dynamic_attention/cuda/documents.cuh"
 #include "ops/dynamic_attention/cuda/params_hopper.cuh"
 
@@ -43,6 +44,31 @@ __device__ __forceinline__ void write_counts(const RowTiles& p, int number, int 
   }
 }
 
+/// Row tiles of a list.
+__device__ __forceinline__ int tiles_of(const OrderParams& p) {
+  return p.tile_count != nullptr ? min(*p.tile_count, p.tiles) : p.tiles;
+}
+
+/// Where there are no more row tiles than CTAs, each has one: a warp gives its own to all pairs that have its list.
+__device__ __forceinline__ void write_items(const OrderParams& p, int number, int steps) {
+  if (p.items == nullptr) {
+    return;
+  }
+  const int tiles = tiles_of(p), list = number / tiles, tile = number - list * tiles,
+            lane = static_cast<int>(threadIdx.x) % 32;
+  const int heads = p.heads / p.list_heads, batches = p.list_batch == 1 ? p.batch : 1;
+  const int batch0 = p.list_batch == 1 ? 0 : list / p.list_heads, head0 = list % p.list_heads * heads;
+  for (int n = lane; n < batches * heads; n += 32) {
+    const int batch = batch0 + n / heads, head = head0 + n % heads;
+    reinterpret_cast<int4*>(p.items)[(batch * p.heads + head) * tiles + tile] = {number, batch, head, steps * p.repeat};
+  }
+  if (number == 0) {
+    for (int cta = lane; cta <= p.ctas; cta += 32) {
+      p.share[cta] = min(cta, p.batch * p.heads * tiles);
+    }
+  }
+}
+
 // ------------------------------------------------------------------------------------------------------- blocks
 
 /// Column tiles n0 … n0 + 31 as a row tile meets them, a bit for each.
@@ -71,7 +97,15 @@ __global__ void __launch_bounds__(kThreads) write_block_walk(const __grid_consta
   }
   const int list = number / p.tiles, tile = number - list * p.tiles;
   const Band band = p.bands[tile];
-  const u32* const words = p.words + (static_cast<i64>(list) * p.row_blocks + tile / p.row_tiles_each) * p.words_row;
+  const i64 line = static_cast<i64>(list) * p.row_blocks + tile / p.row_tiles_each;
+  const u32* words = p.words + line * p.words_row;
+  if (p.words == nullptr) {
+    __shared__ u32 own_words[kThreads / 32][kMostWords];
+    u32* const own = own_words[threadIdx.x / 32];
+    write_line(p.bits, line, own);
+    __syncwarp();
+    words = own;
+  }
   write_row_tile(p, number, tile * p.side, min(p.side, p.rows - tile * p.side));
   int runs = 0, steps = 0;
   for (int n0 = band.first / 32 * 32; n0 < band.last; n0 += 32) {
@@ -79,8 +113,10 @@ __global__ void __launch_bounds__(kThreads) write_block_walk(const __grid_consta
     runs += __popc(chunk.starts());
     steps += __popc(chunk.all);
   }
-  const int first = __shfl_sync(~0u, lane == 0 ? atomicAdd(p.taken, runs) : 0, 0);
+  const int first =
+      p.taken == nullptr ? number * p.most : __shfl_sync(~0u, lane == 0 ? atomicAdd(p.taken, runs) : 0, 0);
   write_counts(p, number, first, runs, steps);
+  write_items(p.order, number, steps);
   RunOf* to = p.runs + first;
   for (int n0 = band.first / 32 * 32; n0 < band.last; n0 += 32) {
     const Chunk chunk = chunk_of(p, words, band, n0);
@@ -198,6 +234,7 @@ __global__ void __launch_bounds__(kThreads) write_document_walk(const __grid_con
       runs.write();
     }
     write_counts(p, warp, warp * kDocumentRuns, runs.runs, runs.steps);
+    write_items(p.order, warp, runs.steps);
     return;
   }
   const int tile = warp - p.capacity;
@@ -233,7 +270,7 @@ __device__ __forceinline__ int share_of(int all, int ctas, int cta) {
 __global__ void __launch_bounds__(kOrderThreads) order_items(const __grid_constant__ OrderParams p) {
   __shared__ int bins[kOrderThreads];
   const int thread = static_cast<int>(threadIdx.x);
-  const int tiles = p.tile_count != nullptr ? min(*p.tile_count, p.tiles) : p.tiles, pairs = p.batch * p.heads;
+  const int tiles = tiles_of(p), pairs = p.batch * p.heads;
   const int pair0 = static_cast<int>(blockIdx.x) * p.together, first = pair0 * tiles;
   const int size = min(p.together, pairs - pair0) * tiles, all = pairs * tiles;
   const auto bin = [&](int steps) { return kOrderThreads - 1 - min(steps >> p.coarse, kOrderThreads - 1); };

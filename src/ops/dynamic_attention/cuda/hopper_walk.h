@@ -46,6 +46,9 @@ inline constexpr std::int64_t kMostTokens = 1 << 28;
 /// Runs that a walk of blocks has room for: each pair of tiles in a block that may be there.
 std::int64_t most_runs(const Keys& keys, int row_side, int col_side);
 
+/// Whether walks read bits of the blocks; else they read masks or lists themselves. `transposed`: in either direction.
+bool needs_bits(const Keys& keys, bool transposed);
+
 /// What the pattern says of all row tiles, on the device.
 struct Bands;
 class Arrays;
@@ -53,26 +56,29 @@ class Arrays;
 /// What the device writes for one direction of a problem, and the memory of it for the length of a call.
 class DeviceWalk {
  public:
-  /// `keys`: rows are keys. bits: null for documents.
+  /// `keys`: rows are keys. bits: needed where rows are keys of blocks, or long lines of blocks.
   DeviceWalk(const Problem& problem, const BlockBits* bits, const Axis& rows, const Axis& cols, bool keys,
              Context& context);
 
   const attention_op::hopper::Walk& walk() const { return walk_; }
-  int grid() const { return grid_; }
+  int grid() const;
   /// Masks of bits, or columns that no row of a tile uses.
   bool general() const;
 
  private:
-  void write_blocks(const Problem& problem, const BlockBits& bits, Context& context);
+  void write_blocks(const Problem& problem, const BlockBits* bits, Context& context);
   void write_documents(const Problem& problem, Context& context);
-  void order(const Problem& problem, const int* tile_count, Context& context);
-  void add_items(Arrays& arrays, const attention_op::Problem& p);
+  OrderParams order(const Problem& problem, const int* tile_count) const;
+  void launch_order(const OrderParams& params, Context& context) const;
+  /// Whether CTAs have several items, which are sorted; else each has one at most.
+  bool deals() const { return most_items_ > most_ctas_; }
+  void add_items(Arrays& arrays);
 
   Axis rows_, cols_;
   bool of_keys_;
   std::int64_t heads_;
   int tiles_;  ///< row tiles of a list, at most
-  int grid_;
+  std::int64_t most_items_, most_ctas_;
   std::shared_ptr<const Bands> bands_;
   std::unique_ptr<Workspace> memory_;
   RowTiles made_{};

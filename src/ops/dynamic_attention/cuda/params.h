@@ -65,7 +65,7 @@ struct BitsParams {
   unsigned* words;                 ///< of each (batch, head, row): words_row of them
   int heads, rows, cols, entries, words_row;
   long long lines;
-  int* zeros;  ///< two numbers that become 0
+  int* zero;  ///< a number that becomes 0
 };
 
 /// The bits the other way round: a warp for each 32 × 32.

@@ -31,9 +31,28 @@ struct RowTiles {
   int* tokens;
 };
 
-/// From bits of blocks. Row tiles are those of all lists: number list · tiles + t.
+inline constexpr int kOrderBits = 10, kOrderThreads = 1 << kOrderBits;
+
+/// Items for CTAs. Pairs (batch, head) come in groups whose operands fit L2, one CTA orders each; in a group the
+/// longest tiles come first. Items are dealt out like cards, forwards and backwards in turn.
+struct OrderParams {
+  const int* steps;
+  const int* tile_count;       ///< row tiles of a list, if the device knows
+  int tiles;                   ///< else
+  int batch, heads;            ///< of the rows
+  int list_batch, list_heads;  ///< lists that differ: 1 or `batch`; 1 or a divisor of `heads`
+  int repeat;                  ///< query heads that a key head's tiles meet, one after the other
+  int together;                ///< pairs of a group
+  int coarse;                  ///< so many bits of a number of steps do not count for the order
+  int ctas;
+  Item* items;
+  int* share;
+};
+
+/// From blocks. Row tiles are those of all lists: number list · tiles + t.
 struct BlockWalkParams : RowTiles {
-  const unsigned* words;  ///< of list l, row block r: words_row words from (l · row_blocks + r) · words_row on
+  BitsParams bits;        ///< where blocks are named, for lines of up to kMostWords words whose rows are queries
+  const unsigned* words;  ///< or bits of list l, row block r: words_row from (l · row_blocks + r) · words_row on
   int words_row, row_blocks;
   int tiles;           ///< row tiles of a list
   int numbers;         ///< row tiles of all lists
@@ -42,8 +61,11 @@ struct BlockWalkParams : RowTiles {
   int rows;            ///< of the problem
   const Band* bands;
   const Part* parts;
-  int* taken;  ///< how many runs have a place, a zero before
+  int most;           ///< runs that a row tile has room for
+  int* taken;         ///< or how many runs have a place, a zero before
+  OrderParams order;  ///< for those without order_items: items null otherwise
 };
+inline constexpr int kMostWords = 128;
 
 /// Column tiles of documents, for all row tiles; then two for each row tile, which it may begin and end with, so that
 /// no row meets a column of which none of its tile is to see anything.
@@ -61,24 +83,7 @@ struct DocumentWalkParams : RowTiles {
   int capacity;     ///< of row tiles
   int* first_tile;  ///< of each document and of the rows before and behind them, and the end of the last
   ColTiles cols;
-};
-
-inline constexpr int kOrderBits = 10, kOrderThreads = 1 << kOrderBits;
-
-/// Items for CTAs. Pairs (batch, head) come in groups whose operands fit L2, one CTA orders each; in a group the
-/// longest tiles come first. Items are dealt out like cards, forwards and backwards in turn.
-struct OrderParams {
-  const int* steps;
-  const int* tile_count;       ///< row tiles of a list, if the device knows
-  int tiles;                   ///< else
-  int batch, heads;            ///< of the rows
-  int list_batch, list_heads;  ///< lists that differ: 1 or `batch`; 1 or a divisor of `heads`
-  int repeat;                  ///< query heads that a key head's tiles meet, one after the other
-  int together;                ///< pairs of a group
-  int coarse;                  ///< so many bits of a number of steps do not count for the order
-  int ctas;
-  Item* items;
-  int* share;
+  OrderParams order;  ///< as BlockWalkParams has it
 };
 
 }  // namespace fretwork::dynamic_attention_op::hopper

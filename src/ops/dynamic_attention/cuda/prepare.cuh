@@ -4,48 +4,20 @@
 
 #include "device/scan.cuh"
 #include "device/types.cuh"
+#include "ops/dynamic_attention/cuda/bits.cuh"
 #include "ops/dynamic_attention/cuda/documents.cuh"
 
 namespace fretwork {
 
-using dynamic_attention_op::TableArg;
-
 /// A warp for each line of blocks.
 __global__ void __launch_bounds__(dynamic_attention_op::kThreads)
     write_bits(const __grid_constant__ dynamic_attention_op::BitsParams p) {
-  if (blockIdx.x == 0 && threadIdx.x < 2) {
-    p.zeros[threadIdx.x] = 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    *p.zero = 0;
   }
   const i64 index = (static_cast<i64>(blockIdx.x) * dynamic_attention_op::kThreads + threadIdx.x) / 32;
-  if (index >= p.lines) {
-    return;
-  }
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const i64 list = index / p.rows, row = index - list * p.rows, batch = list / p.heads, head = list - batch * p.heads;
-  const auto place = [&](const TableArg& of) { return batch * of.batch + head * of.head + row * of.row; };
-  u32* const line = p.words + index * p.words_row;
-  if (p.mask.data != nullptr) {
-    const u8* const from = static_cast<const u8*>(p.mask.data) + place(p.mask);
-    for (int c = lane; c < p.words_row * 32; c += 32) {
-      const u32 word = __ballot_sync(~0u, c < p.cols && from[c * p.mask.col] != 0);
-      if (lane == 0) {
-        line[c / 32] = word;
-      }
-    }
-    return;
-  }
-  for (int w = lane; w < p.words_row; w += 32) {
-    line[w] = 0;
-  }
-  __syncwarp();
-  const int count =
-      p.counts.data != nullptr ? min(static_cast<const int*>(p.counts.data)[place(p.counts)], p.entries) : p.entries;
-  const int* const from = static_cast<const int*>(p.indices.data) + place(p.indices);
-  for (int n = lane; n < count; n += 32) {
-    const int c = from[n * p.indices.col];
-    if (c >= 0 && c < p.cols) {
-      atomicOr(line + c / 32, 1u << (c % 32));
-    }
+  if (index < p.lines) {
+    write_line(p, index, p.words + index * p.words_row);
   }
 }
 

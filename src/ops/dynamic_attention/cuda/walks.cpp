@@ -98,24 +98,28 @@ std::shared_ptr<const DeviceTiles> device_tiles(const RegularPattern& pattern, i
   });
 }
 
+BitsParams bits_of(const Keys& keys) {
+  BitsParams bits{};
+  bits.mask = table_arg(keys.mask);
+  bits.counts = table_arg(keys.counts);
+  bits.indices = table_arg(keys.indices);
+  bits.heads = static_cast<int>(keys.heads);
+  bits.rows = static_cast<int>(keys.rows);
+  bits.cols = static_cast<int>(keys.cols);
+  bits.entries = static_cast<int>(keys.entries);
+  bits.words_row = static_cast<int>(ceil_div(keys.cols, 32));
+  bits.lines = keys.batch * keys.heads * keys.rows;
+  return bits;
+}
+
 BlockBits::BlockBits(const Keys& keys, bool transposed, Context& context)
     : words_row_(static_cast<int>(ceil_div(keys.cols, 32))),
       transposed_row_(static_cast<int>(ceil_div(keys.rows, 32))),
       words_(context, bytes_of(kCounters + keys.batch * keys.heads * keys.rows * words_row_)),
       transposed_(context, transposed ? bytes_of(keys.batch * keys.heads * keys.cols * transposed_row_) : 0) {
-  const std::int64_t lists = keys.batch * keys.heads;
-  BitsParams bits{};
-  bits.mask = table_arg(keys.mask);
-  bits.counts = table_arg(keys.counts);
-  bits.indices = table_arg(keys.indices);
+  BitsParams bits = bits_of(keys);
   bits.words = static_cast<unsigned*>(words_.data()) + kCounters;
-  bits.zeros = static_cast<int*>(words_.data());
-  bits.heads = static_cast<int>(keys.heads);
-  bits.rows = static_cast<int>(keys.rows);
-  bits.cols = static_cast<int>(keys.cols);
-  bits.entries = static_cast<int>(keys.entries);
-  bits.words_row = words_row_;
-  bits.lines = lists * keys.rows;
+  bits.zero = counter();
   launch_warps("write_bits", bits.lines, bits, context);
   if (transposed) {
     TransposeParams turn{};
@@ -127,7 +131,7 @@ BlockBits::BlockBits(const Keys& keys, bool transposed, Context& context)
     turn.to_row = transposed_row_;
     turn.row_tiles = transposed_row_;
     turn.col_tiles = words_row_;
-    turn.tiles = lists * turn.row_tiles * turn.col_tiles;
+    turn.tiles = keys.batch * keys.heads * turn.row_tiles * turn.col_tiles;
     launch_warps("transpose_bits", turn.tiles, turn, context);
   }
 }

@@ -23,9 +23,12 @@ struct DeviceTiles {
 std::shared_ptr<const DeviceTiles> device_tiles(const RegularPattern& pattern, int side, bool transposed,
                                                 const Context& context);
 
+/// Where the blocks of all lists are named; `words` is left open.
+BitsParams bits_of(const Keys& keys);
+
 /// The blocks of all lists, a bit for each; and the same with rows and columns exchanged.
 class BlockBits {
-  static constexpr int kCounters = 2;  ///< in front of the words
+  static constexpr int kCounters = 1;  ///< in front of the words
 
  public:
   BlockBits(const Keys& keys, bool transposed, Context& context);
@@ -34,8 +37,8 @@ class BlockBits {
   /// Words of a line of each.
   int words_row() const { return words_row_; }
   int transposed_row() const { return transposed_row_; }
-  /// A zero for whoever counts as they read words or transposed ones.
-  int* counter(bool transposed) const { return static_cast<int*>(words_.data()) + (transposed ? 1 : 0); }
+  /// A zero for whoever counts as they read transposed words.
+  int* counter() const { return static_cast<int*>(words_.data()); }
 
  private:
   int words_row_, transposed_row_;

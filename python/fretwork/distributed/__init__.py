@@ -1,0 +1,13 @@
+"""Sequences and layers on many devices, through `torch.distributed`.
+
+>>> import fretwork as fw, fretwork.distributed as fd
+>>> fd.shard(fw.patterns.causal(4096), 2).ranges
+[(0, 2944), (2944, 4096)]
+"""
+
+from fretwork.distributed.attention import attention
+from fretwork.distributed.layers import ColwiseParallel, RowwiseParallel
+from fretwork.distributed.sequence import gather, scatter
+from fretwork.distributed.shards import Shards, shard
+
+__all__ = ["ColwiseParallel", "RowwiseParallel", "Shards", "attention", "gather", "scatter", "shard"]

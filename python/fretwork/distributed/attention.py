@@ -1,0 +1,294 @@
+"""Attention whose queries, keys and values are cut over ranks along the sequence."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fretwork._checks import fail
+from fretwork._shapes import Operand, check_attention, flat_patterns, full
+from fretwork._torch.arguments import as_number, autocasts, check_tensor, precision_name
+from fretwork._torch.registration import lowered, operand
+from fretwork.attention import Patterns, alibi
+from fretwork.block_lists import BlockLists
+from fretwork.distributed._exchange import checked_group, gathered
+from fretwork.distributed._pieces import Call, PiecewiseAttention
+from fretwork.distributed._steps import plan_of
+from fretwork.distributed.shards import Ranges, Shards, equal_ranges
+from fretwork.patterns import Pattern
+
+__all__ = ["attention"]
+
+_OP = "attention"
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Patterns | None = None,
+    shards: Shards | None = None,
+    group: dist.ProcessGroup | None = None,
+    scale: float | None = None,
+    bias: Tensor | alibi | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    return_lse: Literal[False] = False,
+    *,
+    key_padding_mask: Tensor | None = None,
+    precision: str | None = None,
+    sinks: Tensor | None = None,
+    blocks: Tensor | BlockLists | None = None,
+    block: int | tuple[int, int] = 128,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Patterns | None = None,
+    shards: Shards | None = None,
+    group: dist.ProcessGroup | None = None,
+    scale: float | None = None,
+    bias: Tensor | alibi | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    *,
+    return_lse: Literal[True],
+    key_padding_mask: Tensor | None = None,
+    precision: str | None = None,
+    sinks: Tensor | None = None,
+    blocks: Tensor | BlockLists | None = None,
+    block: int | tuple[int, int] = 128,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Patterns | None = None,
+    shards: Shards | None = None,
+    group: dist.ProcessGroup | None = None,
+    scale: float | None = None,
+    bias: Tensor | alibi | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    *,
+    key_padding_mask: Tensor | None = None,
+    precision: str | None = None,
+    sinks: Tensor | None = None,
+    blocks: Tensor | BlockLists | None = None,
+    block: int | tuple[int, int] = 128,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+@torch.compiler.disable  # what travels is decided on the host
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Patterns | None = None,
+    shards: Shards | None = None,
+    group: dist.ProcessGroup | None = None,
+    scale: float | None = None,
+    bias: Tensor | alibi | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    *,
+    key_padding_mask: Tensor | None = None,
+    precision: str | None = None,
+    sinks: Tensor | None = None,
+    blocks: Tensor | BlockLists | None = None,
+    block: int | tuple[int, int] = 128,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`fw.attention` of a sequence that is cut over the ranks of a group.
+
+    q is (B, Hq, rows, D), k (B, Hk, keys, D) and v (B, Hk, keys, Dv): this rank's part of the whole, as `shards` cuts
+    it; without them rank r has rows ⌊r·S/ranks⌋ to ⌊(r+1)·S/ranks⌋. `pattern` is that of the whole, one or several as
+    for `fw.attention`, and need not be the one that was cut; None holds every key and takes the lengths from `shards`.
+    The result has this rank's rows.
+
+    Of other ranks come exactly the keys and values that this rank's rows have (`shards.needs`), point to point, while
+    the rank works on what it has. Gradients go back the same way and are added in a fixed order. A row whose keys come
+    in one piece is computed as in one process; others are merged by their log-sum-exp. Where received keys outnumber
+    the rank's own they are not kept for the gradient but sent again. Every rank makes the same call, and calls backward
+    if one does. Ranks compare what they were called with when a group first sees such a call.
+
+    A `bias` has this rank's rows and all columns, or broadcasts; its gradient is this rank's share, as that of `sinks`
+    is. `key_padding_mask` is (B, keys) of this rank's keys, or (B, Sk) of all. Other options are those of
+    `fw.attention`, but for dropout and `blocks`, which are refused.
+
+    >>> import torch, torch.distributed as dist, fretwork as fw, fretwork.distributed as fd
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun: no arguments
+    >>> q, k, v = (torch.randn(1, 2, 100, 16) for _ in range(3))
+    >>> pattern = fw.patterns.sliding_window(100, 20, 0)
+    >>> torch.equal(fd.attention(q, k, v, pattern), fw.attention(q, k, v, pattern))
+    True
+    >>> dist.destroy_process_group()
+    """
+    _refuse(as_number(_OP, "dropout_p", dropout_p), blocks)
+    slopes, bias = (bias.slopes, None) if isinstance(bias, alibi) else (None, bias)
+    extras = {"bias": bias, "slopes": slopes, "key_padding_mask": key_padding_mask, "sinks": sinks}
+    given = {name: t for name, t in extras.items() if t is not None}
+    _check_plain({"q": q, "k": k, "v": v}, given)
+    group = checked_group(_OP, group)
+    patterns = _patterns(pattern, shards, q)
+    rows, keys = _ranges(patterns, shards, group)
+    if autocasts(q):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (lowered(t, dtype) for t in (q, k, v))
+        bias, sinks = (t if t is None or t.dtype == torch.float32 else lowered(t, dtype) for t in (bias, sinks))
+        given |= {name: t for name, t in (("bias", bias), ("sinks", sinks)) if t is not None}
+    scale = None if scale is None else as_number(_OP, "scale", scale)
+    softcap = as_number(_OP, "softcap", softcap)
+    rank = group.rank()
+    _check(q, k, v, patterns, (rows[rank], keys[rank]), given, scale, softcap)
+    whole = key_padding_mask is not None and key_padding_mask.shape[1] != k.shape[2]
+    if slopes is not None:
+        slopes = slopes.detach().to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    plan = plan_of(patterns, rows, keys, rank, slopes is not None)
+    call = Call(plan, group, scale, softcap, precision_name(_OP, precision), slopes, key_padding_mask, whole)
+    _agree((q, k, v), patterns, (rows, keys), call, given)
+    o, lse = PiecewiseAttention.apply(q, k, v, bias, sinks, call)
+    return (o, lse) if return_lse else o
+
+
+# Checks
+
+
+def _refuse(dropout_p: float, blocks: object) -> None:
+    if dropout_p != 0:
+        raise NotImplementedError(
+            f"{_OP}: dropout_p: expected 0 on several ranks, got {dropout_p}; drop elements of the result instead"
+        )
+    if blocks is not None:
+        raise NotImplementedError(
+            f"{_OP}: blocks: expected None on several ranks, got {type(blocks).__name__}; the pattern decides what "
+            "travels, so give the blocks as one (fw.patterns.from_layout)"
+        )
+
+
+def _check_plain(operands: dict[str, Tensor], extras: dict[str, Tensor]) -> None:
+    for name, t in (operands | extras).items():
+        check_tensor(_OP, name, t)
+        if type(t) is not Tensor and type(t) is not torch.nn.Parameter:
+            fail(_OP, name, "a plain tensor of this rank's rows", f"a {type(t).__name__} (to_local() gives one)")
+        if name in operands and t.dim() != 4:
+            fail(_OP, name, f"4 dimensions {'(B, Hq, rows, D)' if name == 'q' else '(B, Hk, keys, D)'}", tuple(t.shape))
+    slopes = extras.get("slopes")
+    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(f"{_OP}: bias: expected slopes that require no grad, got some that do; detach them")
+
+
+def _patterns(pattern: Patterns | None, shards: Shards | None, q: Tensor) -> tuple[Pattern, ...]:
+    if shards is not None and not isinstance(shards, Shards):
+        raise TypeError(f"{_OP}: shards: expected what fd.shard returns, got {type(shards).__name__}")
+    if pattern is None:
+        if shards is None:
+            raise TypeError(f"{_OP}: pattern: expected a fretwork.Pattern, or shards that say the lengths, got None")
+        pattern = full((shards.ranges[-1][1], shards.key_ranges[-1][1]))
+    patterns = flat_patterns(_OP, pattern, tuple(q.shape))
+    for n, p in enumerate(patterns):
+        if len(p.shape) == 3 and p.shape[0] != 1:
+            fail(_OP, f"pattern[{n}]", "a layout of one head", p.shape[0])
+        if p.shape[-2:] != patterns[0].shape[-2:]:
+            fail(_OP, f"pattern[{n}]", f"shape {patterns[0].shape[-2:]} like the first", p.shape[-2:])
+    return patterns
+
+
+def _ranges(patterns: tuple[Pattern, ...], shards: Shards | None, group: dist.ProcessGroup) -> tuple[Ranges, Ranges]:
+    """Who has which rows and which keys."""
+    queries, keys = patterns[0].shape[-2:]
+    world = group.size()
+    if shards is None:
+        return equal_ranges(queries, world), equal_ranges(keys, world)
+    if len(shards.ranges) != world:
+        fail(_OP, "shards", f"{world} ranges, one for each rank of the group", len(shards.ranges))
+    given = shards.ranges[-1][1], shards.key_ranges[-1][1]
+    if given != (queries, keys):
+        fail(_OP, "shards", f"ranges of {queries} queries and {keys} keys, as the pattern has", given)
+    return tuple(shards.ranges), tuple(shards.key_ranges)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    patterns: tuple[Pattern, ...],
+    local: tuple[tuple[int, int], tuple[int, int]],
+    extras: dict[str, Tensor],
+    scale: float | None,
+    softcap: float,
+) -> None:
+    """This rank's rows, and then what `fw.attention` asks, as if the rest of the sequence were here."""
+    queries, keys = patterns[0].shape[-2:]
+    operands = []
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        (first, last), length = (local[0], queries) if name == "q" else (local[1], keys)
+        if t.shape[2] != last - first:
+            expected = f"{last - first} rows, this rank's part [{first}, {last}) of {length}"
+            fail(_OP, name, expected, f"{t.shape[2]} in {tuple(t.shape)}")
+        operands.append(operand(name, t)._replace(shape=(*t.shape[:2], length, t.shape[3])))
+    given: list[Operand] = []
+    for name, t in extras.items():
+        x, shape = operand(name, t), list(t.shape)
+        if name == "bias" and t.dim() >= 2 and shape[-2] != 1:
+            if shape[-2] != q.shape[2]:
+                fail(_OP, name, f"{q.shape[2]} rows, this rank's, or 1", f"{shape[-2]} in {tuple(shape)}")
+            shape[-2] = queries
+        if name == "key_padding_mask" and t.dim() == 2 and shape[1] != keys:
+            if shape[1] != k.shape[2]:
+                fail(_OP, name, f"{k.shape[2]} keys, this rank's, or all {keys}", f"{shape[1]} in {tuple(shape)}")
+            shape[1] = keys
+        given.append(x._replace(shape=tuple(shape)))
+    check_attention(operands, patterns, given, scale, softcap, 0.0)
+
+
+# Agreement
+
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Any]] = weakref.WeakKeyDictionary()
+
+
+def _checksum(value: object) -> int:
+    """A number that is the same in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _agree(
+    qkv: Sequence[Tensor],
+    patterns: tuple[Pattern, ...],
+    ranges: tuple[Ranges, Ranges],
+    call: Call,
+    extras: dict[str, Tensor],
+) -> None:
+    """Compares checksums with the other ranks, the first time that a group sees such a call."""
+    grad = torch.is_grad_enabled()
+    shapes = [(*t.shape[:2], t.shape[3], str(t.dtype), grad and t.requires_grad) for t in qkv]
+    learns = grad and any(t.requires_grad for t in (*qkv, *extras.values()))
+    options = call.scale, call.softcap, call.precision, tuple(extras), call.padding_is_whole, learns
+    known, key = _agreed.setdefault(call.group, set()), (patterns, ranges, *shapes, options)
+    if key in known or call.group.size() == 1:
+        return
+    texts = [p.text for p in patterns]
+    mine = {"pattern": texts[0] if len(texts) == 1 else texts, "shards": ranges}
+    mine |= dict(zip("qkv", shapes, strict=True)) | {"options": options}
+    every = gathered(_OP, call.group, [_checksum(value) for value in mine.values()], qkv[0].device)
+    for n, (name, value) in enumerate(mine.items()):
+        others = [rank for rank, numbers in enumerate(every) if numbers[n] != every[call.group.rank()][n]]
+        if others:
+            got = f"{str(value)[:200]} on rank {call.group.rank()} and something else on rank {others[0]}"
+            fail(_OP, name, "the same on every rank of the group", got)
+    known.add(key)

@@ -1,0 +1,117 @@
+"""Which axes of its operands a call may be cut along: XLA then runs it on each device's part and gathers nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Dims = Sequence[int | None]
+
+
+class Axis(NamedTuple):
+    """The dimension of each argument and of each result; None for those without it.
+
+    Arguments without it are whole on every device. A result without it is a sum over the axis.
+    """
+
+    arguments: Dims
+    results: Dims
+
+
+def partitioned(
+    call: Callable[..., Sequence[jax.Array]], axes: Sequence[Axis], arguments: Sequence[jax.Array]
+) -> Sequence[jax.Array]:
+    """`call` of these arguments, a sequence of arrays. It runs on parts of them where they are cut along `axes`."""
+    axes = [axis for axis in axes if any(d is not None for d in axis.arguments)]
+    if not axes or not all(x.size for x in arguments):
+        return call(*arguments)
+    results = jax.eval_shape(call, *arguments)
+    of_arguments = [[axis.arguments[n] for axis in axes] for n in range(len(arguments))]
+    of_results = [[axis.results[n] for axis in axes] for n in range(len(results))]
+
+    def partition(mesh: Mesh, given: Any, made: Any) -> Any:
+        operands = [*zip(given, of_arguments, strict=True), *zip(made, of_results, strict=True)]
+        names = [_names(mesh, [(x, dims[n]) for x, dims in operands]) for n in range(len(axes))]
+
+        def sharding(rank: int, dims: Dims) -> NamedSharding:
+            spec: list[Any] = [None] * rank
+            for d, name in zip(dims, names, strict=True):
+                if d is not None:
+                    spec[d] = name
+            return NamedSharding(mesh, PartitionSpec(*spec))
+
+        def local(*parts: jax.Array) -> Sequence[jax.Array]:
+            found = list(call(*parts))
+            for n, dims in enumerate(of_results):
+                over = tuple(axis for d, name in zip(dims, names, strict=True) if d is None for axis in name or ())
+                if over:
+                    found[n] = jax.lax.psum(found[n], over)
+            return found
+
+        before = tuple(sharding(len(x.shape), dims) for x, dims in zip(given, of_arguments, strict=True))
+        after = [sharding(len(x.shape), dims) for x, dims in zip(made, of_results, strict=True)]
+        return mesh, local, after, before
+
+    cut = custom_partitioning(lambda *given: list(call(*given)))
+    rule, sizes = _rule([x.shape for x in arguments], of_arguments, [x.shape for x in results], of_results)
+    cut.def_partition(partition=partition, sharding_rule=rule, **sizes)
+    return cut(*arguments)  # type: ignore[no-any-return]
+
+
+def _names(mesh: Mesh, places: Sequence[tuple[Any, int | None]]) -> tuple[str, ...] | None:
+    """The axes of the mesh that cut an axis, by the first operand that they cut; None where they do not divide it."""
+    there = [(x, d) for x, d in places if d is not None]
+    for x, d in there:
+        spec = getattr(x.sharding, "spec", ())
+        found = spec[d] if d < len(spec) else None
+        if found:
+            names = found if isinstance(found, tuple) else (found,)
+            count = 1
+            for name in names:
+                count *= mesh.shape[name]
+            return names if all(t.shape[at] % count == 0 for t, at in there) else None
+    return None
+
+
+def _rule(
+    arguments: Sequence[tuple[int, ...]],
+    of_arguments: Sequence[Dims],
+    results: Sequence[Any],
+    of_results: Sequence[Dims],
+) -> tuple[str, dict[str, Any]]:
+    """Shardy's words for it: a letter for each dimension, the same where an axis passes.
+
+    Heads may be fewer in keys than in queries: the larger dimension is then made of the smaller and another.
+    """
+    shared = [f"s{n}" for n in range(len(of_arguments[0]))]
+    operands = [*zip(arguments, of_arguments, strict=True), *zip(results, of_results, strict=True)]
+    lengths = [min(shape[d] for shape, dims in operands if (d := dims[n]) is not None) for n in range(len(shared))]
+    alone = (f"w{n}" for n in itertools.count())
+    sizes: dict[str, Any] = {}
+    whole: list[str] = []
+
+    def words(shape: tuple[int, ...], dims: Dims) -> str:
+        found = []
+        for d, length in enumerate(shape):
+            if d not in dims:
+                whole.append(next(alone))
+                found.append(whole[-1])
+                continue
+            n = list(dims).index(d)
+            if length == lengths[n]:
+                found.append(shared[n])
+                continue
+            whole.append(next(alone))
+            sizes[whole[-1]] = length // lengths[n]
+            found.append(f"({shared[n]} {whole[-1]})")
+        return " ".join(found)
+
+    left = ", ".join(words(shape, dims) for shape, dims in zip(arguments, of_arguments, strict=True))
+    right = ", ".join(words(tuple(shape), dims) for shape, dims in zip(results, of_results, strict=True))
+    sums = tuple(name for n, name in enumerate(shared) if all(dims[n] is None for dims in of_results))
+    return f"{left} -> {right}", {**sizes, "need_replication_factors": tuple(whole), "reduction_factors": sums}

@@ -1,0 +1,90 @@
+"""JAX arrays that are cut over four devices, which one CPU plays: nothing is gathered, forward and backward."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("jax")
+
+PROGRAM = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import fretwork as fw, fretwork.jax as fj
+from fretwork.jax import two_four
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
+draw = np.random.default_rng()
+some = lambda *shape: jnp.asarray(draw.standard_normal(shape), jnp.float32)
+
+def check(f, arguments, specs, out, learns=None):
+    put = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arguments, specs, strict=True)]
+    compiled = jax.jit(f).lower(*put).compile()
+    got, want = compiled(*put), f(*arguments)
+    assert np.allclose(got, want, atol=1e-4)
+    assert got.sharding.is_equivalent_to(NamedSharding(mesh, out), got.ndim), got.sharding
+    assert "all-gather" not in compiled.as_text()
+    gradient = jax.jit(jax.grad(lambda *a: (f(*a) ** 2).sum(), argnums=tuple(learns or range(len(arguments)))))
+    found = gradient.lower(*put).compile()
+    assert "all-gather" not in found.as_text()
+    for g, e in zip(found(*put), gradient(*arguments), strict=True):
+        assert np.allclose(g, e, atol=1e-3), abs(g - e).max()
+
+both = P("x", "y")
+qkv = [some(4, h, 48, 8) for h in (8, 4, 4)]
+pattern = fw.patterns.strided(48, 8)
+check(lambda q, k, v: fj.attention(q, k, v, pattern), qkv, [both] * 3, both)
+check(lambda q, k, v: fj.attention(q, k, v, pattern), qkv, [P(("x", "y"))] * 3, P(("x", "y")))
+several = [fw.patterns.sliding_window(48, n, 0) for n in range(8)]
+check(lambda q, k, v: fj.attention(q, k, v, several), qkv, [P("x")] * 3, P("x"))
+check(lambda q, k, v, s: fj.attention(q, k, v, pattern, sinks=s), [*qkv, some(8)], [both] * 3 + [P("y")], both)
+check(lambda q, k, v, b: fj.attention(q, k, v, pattern, bias=b), [*qkv, some(8, 1, 48)], [both] * 3 + [P("y")], both)
+padding = jnp.asarray(draw.random((4, 48)) < 0.3)
+padded = lambda q, k, v, m: fj.attention(q, k, v, pattern, key_padding_mask=m)
+check(padded, [*qkv, padding], [both] * 3 + [P("x")], both, (0, 1, 2))
+slopes = jnp.arange(8.0)
+check(lambda q, k, v: fj.attention(q, k, v, pattern, bias=fj.alibi(slopes)), qkv, [both] * 3, both)
+
+check(lambda q, k: fj.r_sddmm(q, k, pattern), qkv[:2], [both] * 2, both)
+width = fj.r_sddmm(*qkv[:2], pattern).shape[-1]
+check(lambda x: fj.r_softmax(x, pattern), [some(4, 8, 48, width)], [both], both)
+check(lambda x, v: fj.r_spmm(x, v, pattern), [some(4, 8, 48, width), qkv[2]], [both] * 2, both)
+
+for bias in (False, True):
+    more = [some(30)] * bias
+    product = lambda x, w, *b: fj.ksmm(x, w, bias=b[0] if b else None, activation="gelu")
+    check(product, [some(8, 40), some(2, 3, 4, 5), *more], [P("x"), P(), *[P()] * bias], P("x"))
+chain = [some(8, 12), some(3, 2, 4, 1), some(1, 4, 6, 1)]
+check(lambda x, a, b: fj.ksmm_chain(x, [a, b]), chain, [P(("x", "y")), P(), P()], P(("x", "y")))
+last = lambda x, a, b: fj.ksmm_chain(x, [a, b], bs_last=True)
+check(last, [some(12, 8), *chain[1:]], [P(None, "x"), P(), P()], P(None, "x"))
+
+layout = fw.BlockLayout(draw.random((2, 3)) < 2, block=16)
+check(lambda a, b: fj.sdd(a, b, layout), [some(4, 1, 32, 24), some(4, 1, 24, 48)], [P("x")] * 2, P("x"))
+check(lambda v, b: fj.dsd(v, b, layout), [some(4, 6, 16, 16), some(4, 1, 48, 8)], [P("x")] * 2, P("x"))
+check(lambda v, b: fj.dsd(v, b, layout), [some(1, 6, 16, 16), some(4, 1, 48, 8)], [P(), P("x")], P("x"))
+check(lambda a, v: fj.dds(a, v, layout), [some(4, 1, 8, 32), some(4, 6, 16, 16)], [P("x")] * 2, P("x"))
+check(lambda v: fj.block_softmax(v, layout, scale=0.5), [some(4, 6, 16, 16)], [P("x")], P("x"))
+check(lambda x: fj.pack(x, layout), [some(4, 1, 32, 48)], [P("x")], P("x"))
+check(lambda v: fj.unpack(v, layout), [some(4, 6, 16, 16)], [P("x")], P("x"))
+kernels = fw.BlockLayout.for_conv2d(np.ones((2, 1, 3, 3)), block=8)
+check(lambda x, w: fj.block_conv2d(x, w, kernels, 3), [some(4, 8, 6, 6), some(18, 8, 8)], [P("x"), P()], P("x"))
+s = two_four.compress(two_four.prune(some(12, 32)))
+check(lambda x: two_four.linear(x, s), [some(8, 32)], [P("x")], P("x"))
+check(lambda x: two_four.linear(x, s), [some(2, 4, 32)], [P("y", "x")], P("y", "x"))
+check(lambda b: two_four.matmul(s, b), [some(4, 32, 6)], [P("x")], P("x"))
+# Heads that the devices do not divide are not cut, and results are right.
+q, k = some(4, 6, 48, 8), some(4, 3, 48, 8)
+put = [jax.device_put(t, NamedSharding(mesh, P(None, "y"))) if t is q else t for t in (q, k, k)]
+assert np.allclose(jax.jit(lambda *a: fj.attention(*a, pattern))(*put), fj.attention(q, k, k, pattern), atol=1e-5)
+mapped = jax.vmap(lambda a, b: fj.attention(a, b, b, pattern))(qkv[0][None], qkv[1][None])[0]
+assert np.allclose(mapped, fj.attention(qkv[0], qkv[1], qkv[1], pattern), atol=1e-5)
+print("done")
+"""
+
+
+def test_nothing_is_gathered():
+    flags = dict(XLA_FLAGS="--xla_force_host_platform_device_count=4", JAX_PLATFORMS="cpu")
+    run = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(run, env=os.environ | flags, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "done\n", done.stderr[-3000:]

@@ -1,0 +1,224 @@
+"""Layers and ops over ranks: parts of every kind of layer, checkpoints of them, sharded parameters, DTensors."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import assert_close
+from ranks import on_ranks  # noqa: F401 (a fixture)
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import fretwork as fw
+import fretwork.distributed as fd
+
+P, F32 = fw.patterns, torch.float32
+
+# Kronecker chains that are cut along a, along b and c, in one block of several, and not at all.
+CHAINS = [
+    [(12, 3, 2, 1), (12, 2, 3, 1)],
+    [(1, 8, 12, 3), (1, 12, 8, 3)],
+    [(2, 6, 12, 1), (2, 12, 6, 1)],
+    [(12, 1, 3, 1), (2, 6, 6, 1), (1, 5, 12, 1), (5, 12, 1, 1)],
+]
+
+
+def same(rank, world, layer, bs_last=False):
+    """Two layers in a row against whole ones, in results, gradients and a step of SGD."""
+    down = copy.deepcopy(layer)
+    for cut, style, full in ((copy.deepcopy(layer), fd.ColwiseParallel(), layer), (down, fd.RowwiseParallel(), layer)):
+        column = isinstance(style, fd.ColwiseParallel)
+        cut = parallelize_module(nn.ModuleDict({"a": cut}), init_device_mesh("cpu", (world,)), {"a": style})["a"]
+        full = copy.deepcopy(full)
+        dim = 0 if bs_last else -1
+        shape = (layer.in_features, 5) if bs_last else (2, 5, layer.in_features)
+        x, part = torch.randn(shape, requires_grad=True), layer.in_features // world
+        mine = x.detach() if column else x.detach().narrow(dim, rank * part, part)
+        mine = mine.clone().requires_grad_()
+        for _ in range(2):
+            want, got = full(x), cut(mine)
+            d = torch.randn_like(want)
+            width = want.shape[dim] // world
+            assert_close(got, want.narrow(dim, rank * width, width) if column else want, F32)
+            for model in (full, cut):
+                model.zero_grad()
+            want.backward(d)
+            got.backward(d.narrow(dim, rank * width, width) if column else d)
+            assert_close(mine.grad, x.grad if column else x.grad.narrow(dim, rank * part, part), F32)
+            x.grad = mine.grad = None
+            with torch.no_grad():
+                for p in [*full.parameters(), *cut.parameters()]:
+                    p -= 0.1 * p.grad
+
+
+def parts_of_layers(rank, world):
+    for chain in CHAINS:
+        same(rank, world, fw.nn.KSLinear(chain))
+        same(rank, world, fw.nn.KSLinear(chain, bs_last=True, bias=False), bs_last=True)
+    layout = fw.BlockLayout((torch.rand(12, 24) < 0.3).int(), block=(16, 8))
+    same(rank, world, fw.nn.BlockSparseLinear(192, 192, layout))
+    same(rank, world, fw.nn.SemiSparseLinear(192, 96))
+    same(rank, world, fw.nn.SemiSparseLinear(192, 96, prune="magnitude", trainable="dense", decay=0.01))
+    same(rank, world, fw.nn.SemiSparseLinear.from_dense(nn.Linear(192, 96), prune="transposable"))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_parts_of_layers(on_ranks, world):
+    on_ranks(world, parts_of_layers)
+
+
+def test_styles_refuse():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    try:
+        text = "ColwiseParallel: module: expected one of BlockSparseLinear, SemiSparseLinear, KSLinear, got ReLU"
+        with pytest.raises(TypeError, match=text):
+            parallelize_module(nn.ReLU(), mesh, fd.ColwiseParallel())
+        layer = parallelize_module(fw.nn.SemiSparseLinear(64, 32), mesh, fd.RowwiseParallel())
+        with pytest.raises(RuntimeError, match=r"RowwiseLinear: x: expected \(…, 64\), got \(3, 63\)"):
+            layer(torch.zeros(3, 63))
+        assert set(layer.state_dict()) == {"bias", "shard0of1.values", "shard0of1.metadata"}
+    finally:
+        dist.destroy_process_group()
+
+
+def uneven(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    for layer in (fw.nn.SemiSparseLinear(66, 12), fw.nn.KSLinear([(5, 5, 2, 1)])):
+        with pytest.raises(ValueError, match=r"Parallel: (in|out)_features: expected a multiple of 2 ranks"):
+            parallelize_module(layer, mesh, fd.RowwiseParallel() if layer.in_features == 66 else fd.ColwiseParallel())
+
+
+def test_uneven_cuts_are_refused(on_ranks):
+    on_ranks(2, uneven)
+
+
+# fully_shard with parameters of which some ranks have little or nothing
+
+
+def sharded(rank, world, folder):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(5)
+    layout = fw.BlockLayout([[1, 0, 1], [0, 1, 0]], block=16)
+    model = nn.Sequential(
+        fw.nn.BlockSparseLinear(48, 32, layout),
+        fw.nn.KSLinear([(1, 5, 8, 4), (4, 4, 5, 1)]),
+        fw.nn.SemiSparseLinear(16, 5),
+    )
+    single, x = copy.deepcopy(model), torch.randn(4, 48)
+    for part in model:
+        fully_shard(part)
+    fully_shard(model)
+    optimisers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, single)]
+    for _ in range(2):
+        for m, optimiser in zip((model, single), optimisers, strict=True):
+            optimiser.zero_grad()
+            m(x).square().mean().backward()
+            optimiser.step()
+    assert_close(model(x), single(x), F32)
+    want = model(x).detach()
+    dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    state = get_model_state_dict(model)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state)
+    assert torch.equal(model(x).detach(), want)
+
+
+def test_fully_shard_of_uneven_parameters(on_ranks, tmp_path):
+    on_ranks(4, sharded, str(tmp_path / "checkpoint"))
+
+
+# DTensors
+
+
+def on_mesh(rank, world, t, *placements):
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "heads"))
+    return distribute_tensor(t.detach(), mesh, placements).requires_grad_(t.requires_grad)
+
+
+def dtensors(rank, world):
+    """Batch and heads cut at once, with patterns of each head and each element, bias, slopes, padding and sinks."""
+    q, k, v = (torch.randn(2, h, 40, 8, requires_grad=True) for h in (4, 2, 2))
+    both = [on_mesh(rank, world, t, Shard(0), Shard(1)) for t in (q, k, v)]
+    four = [P.causal(40), P.full(40), P.strided(40, 5), P.sliding_window(40, 3, 3)]
+    sinks, column = torch.randn(4, requires_grad=True), torch.randn(4, 1, 40, requires_grad=True)
+    shared = [on_mesh(rank, world, t, Replicate(), Replicate()) for t in (sinks, column)]
+    padding = torch.rand(2, 40) < 0.2
+    slopes = torch.rand(4)
+    for patterns, plain, cut in [
+        (four[2], {}, {}),
+        (four, dict(sinks=sinks), dict(sinks=shared[0])),
+        ([four, four[::-1]], dict(bias=column), dict(bias=shared[1])),
+        (four[0], dict(key_padding_mask=padding), dict(key_padding_mask=padding)),
+        (four[0], dict(bias=fw.alibi(slopes)), dict(bias=fw.alibi(slopes))),
+    ]:
+        want, got = fw.attention(q, k, v, patterns, **plain), fw.attention(*both, patterns, **cut)
+        assert got.placements == (Shard(0), Shard(1))
+        assert_close(got.full_tensor(), want, F32)
+        learns = [t for t in (sinks, column) if any(t is value for value in plain.values())]
+        cut_learns = [t for t in shared if any(t is value for value in cut.values())]
+        d = torch.randn_like(want)
+        expected = torch.autograd.grad(want, [q, k, v, *learns], d)
+        found = torch.autograd.grad(got, [*both, *cut_learns], on_mesh(rank, world, d, Shard(0), Shard(1)))
+        for g, e in zip(found, expected, strict=True):
+            assert_close(g.full_tensor(), e, F32)
+    one = torch.randn(2, 3, 40, 8)
+    with pytest.raises(RuntimeError, match="attention: placements: expected heads whose number 2 ranks divide, got 3"):
+        fw.attention(*[on_mesh(rank, world, one, Shard(0), Shard(1))] * 3, four[0])
+    with pytest.raises(RuntimeError, match=r"attention: k: expected Replicate\(\) or Shard\(0\).*, got S.*2"):
+        k = on_mesh(rank, world, torch.randn(2, 2, 40, 8), Replicate(), Shard(2))
+        fw.attention(on_mesh(rank, world, torch.randn(2, 2, 40, 8), Replicate(), Replicate()), k, k, four[0])
+    with pytest.raises(NotImplementedError, match=r"attention: dropout_p: expected 0 on DTensors, got 0.5"):
+        fw.attention(*both, four[0], dropout_p=0.5)
+    with pytest.raises(NotImplementedError, match="two_four_prune: arguments: expected plain tensors, got DTensors"):
+        fw.two_four.prune(on_mesh(rank, world, torch.randn(8, 8), Shard(0), Replicate()))
+    with pytest.raises(RuntimeError, match="attention: q: expected a plain tensor of this rank's rows, got a DTensor"):
+        fd.attention(*both, four[0])
+
+
+def test_dtensors(on_ranks):
+    on_ranks(4, dtensors)
+
+
+def other_ops(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+
+    def check(op, *tensors):
+        cut = [
+            distribute_tensor(t, mesh, [Shard(0) if n == 0 else Replicate()]).requires_grad_()
+            for n, t in enumerate(tensors)
+        ]
+        plain = [t.clone().requires_grad_() for t in tensors]
+        got, want = op(*cut), op(*plain)
+        assert got.placements == (Shard(0),)
+        d = torch.randn_like(want)
+        for g, e in zip(
+            (got, *torch.autograd.grad(got, cut, distribute_tensor(d, mesh, [Shard(0)]))),
+            (want, *torch.autograd.grad(want, plain, d)),
+            strict=True,
+        ):
+            assert_close(g.full_tensor(), e, F32)
+
+    layout = fw.BlockLayout(torch.ones(2, 3).int(), block=16)
+    s = fw.two_four.compress(fw.two_four.prune(torch.randn(12, 32)))
+    check(lambda x: fw.two_four.linear(x, s), torch.randn(6, 32))
+    check(
+        lambda x, a, b: fw.ksmm_chain(x, [a, b]), torch.randn(5, 12), torch.randn(3, 2, 4, 1), torch.randn(1, 4, 6, 1)
+    )
+    check(lambda x: layout.unpack(x), torch.randn(3, 6, 16, 16))
+    check(lambda x: layout.pack(x), torch.randn(3, 1, 32, 48))
+    convolution = fw.BlockLayout.for_conv2d(torch.ones(2, 1, 3, 3).int(), 8)
+    check(lambda x, w: fw.block_conv2d(x, w, convolution, 3), torch.randn(4, 8, 6, 6), torch.randn(18, 8, 8))
+
+
+def test_other_ops_on_dtensors(on_ranks):
+    on_ranks(2, other_ops)

@@ -98,8 +98,9 @@ test-wheel: build
 gpu-test: build  ## the op tests on an NVIDIA GPU, with sanitizers, graphs and repeated launches
 	scripts/gpu_test $(BUILD) $(PY)
 
+# With --quiet, --strict counts no warnings.
 docs: setup  ## build the documentation site into build/site; a link that leads nowhere fails
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo "open build/site/index.html, or run: python3 -m http.server -d build/site"
 
 wheel: setup  ## build a wheel for this platform, with a manylinux tag, into dist/

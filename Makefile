@@ -23,7 +23,8 @@ ACCEPT := $(wildcard ../shared/accept/test_block.py ../shared/accept/test_kronec
 ACCEPT_ALONE := $(wildcard ../shared/accept/test_modules.py)
 CXX_FILES = $(shell find include src bindings tools tests examples -name '*.h' -o -name '*.cpp' -o -name '*.cuh')
 
-.PHONY: help setup configure build demo test lint test-cpp test-python test-sanitizers test-wheel gpu-test bench format clean
+.PHONY: help setup configure build demo docs wheel test lint test-cpp test-python test-sanitizers test-wheel gpu-test bench \
+  format clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -96,6 +97,14 @@ test-wheel: build
 
 gpu-test: build  ## the op tests on an NVIDIA GPU, with sanitizers, graphs and repeated launches
 	scripts/gpu_test $(BUILD) $(PY)
+
+# With --quiet, --strict counts no warnings.
+docs: setup  ## build the documentation site into build/site; a link that leads nowhere fails
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	@echo "open build/site/index.html, or run: python3 -m http.server -d build/site"
+
+wheel: setup  ## build a wheel for this platform, with a manylinux tag, into dist/
+	$(PY) scripts/make_wheel.py
 
 bench: build  ## compare with torch on this machine; results go to bench/results
 	$(PY) bench/compare_block.py

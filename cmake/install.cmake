@@ -50,4 +50,8 @@ if(FRETWORK_BUNDLE)
   if(TARGET fretwork_program)
     install_beside(tbb libtbb.so.12)
   endif()
+  # The notices of what is inside, as Debian has them.
+  foreach(PACKAGE libhwy-dev libtbb-dev libxxhash-dev libeigen3-dev nlohmann-json3-dev libfmt-dev libcli11-dev libpng-dev)
+    install(FILES /usr/share/doc/${PACKAGE}/copyright DESTINATION licenses RENAME ${PACKAGE}.txt OPTIONAL)
+  endforeach()
 endif()

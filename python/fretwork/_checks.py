@@ -1,6 +1,8 @@
 """Checks of plain arguments that every module shares: numbers, flags, masks, and how an error reads."""
 
+import contextlib
 import operator
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,6 +22,18 @@ def expect(right: bool, op: str, argument: str, expected: object, got: object) -
     """Fails unless `right`."""
     if not right:
         fail(op, argument, expected, got)
+
+
+@contextlib.contextmanager
+def needs(op: str, package: str, extra: str) -> Iterator[None]:
+    """Names the extra that brings a package, if an import inside does not find it."""
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        if missing.name != package:
+            raise
+        text = f"{op}: {package}: expected the package, got none; pip install 'fretwork[{extra}]'"
+        raise ModuleNotFoundError(text, name=package) from None
 
 
 def whole_number(op: str, argument: str, value: Any) -> int:

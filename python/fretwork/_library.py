@@ -22,9 +22,11 @@ def library_path(name: str) -> Path:
     for folder in folders:
         if (file := folder / f"lib{name}.so").exists():
             return file
+    how = "install the package, or build it (make build) and set FRETWORK_LIB_DIR to the build's lib folder"
+    if name == "fretwork_jax" and any((folder / "libfretwork.so").exists() for folder in folders):
+        how = "it was built where jaxlib was not: with jax installed, install the package again (pip --force-reinstall)"
     raise ImportError(
-        f"fretwork: libraries: expected lib{name}.so in {' or '.join(map(str, folders))}, got no such file; "
-        "install the package, or build it (make build) and set FRETWORK_LIB_DIR to the build's lib folder"
+        f"fretwork: libraries: expected lib{name}.so in {' or '.join(map(str, folders))}, got no such file; {how}"
     )
 
 

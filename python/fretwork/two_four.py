@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from fretwork._checks import flag, refuse, whole_number
+from fretwork._checks import flag, needs, refuse, whole_number
 from fretwork._library import core, two_four_order
 from fretwork._shapes import two_four_axis, two_four_cut
 from fretwork._torch.arguments import FLOATING, check_tensor, dtype_name, precision_name, torch_precision
@@ -615,11 +615,9 @@ _VERSION = "1"
 
 
 def _safetensors(op: str) -> Any:
-    try:
+    with needs(op, "safetensors", "files"):
         import safetensors
         import safetensors.torch
-    except ImportError:
-        raise ImportError(f"{op}: safetensors: expected the package, got none; pip install safetensors") from None
     return safetensors
 
 

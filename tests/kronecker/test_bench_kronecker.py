@@ -160,7 +160,7 @@ def results(machine):
 
 def test_pages_are_of_the_rows():
     """After a change of the rows: python bench/report.py."""
-    measured = (ROOT / "docs/benchmarks.md").read_text()
+    measured = (ROOT / "docs/benchmarks/kronecker.md").read_text()
     for machine in ("h200", "cpu"):
         assert "\n".join(report.kronecker_section(results(machine))).rstrip() in measured
     assert "\n".join(report.kronecker_summary(results("h200"))) in (ROOT / "src/ops/kronecker/README.md").read_text()
@@ -173,7 +173,7 @@ def test_dates_are_all_of_the_rows():
     block = json.loads((ROOT / "bench/results/h200/block.json").read_text())
     head = report.section("H200", block)[2]
     dates = {r["date"] for r in block if r["arch"] == "auto" and r["op"] in ("dsd", "dds", "sdd")}
-    assert min(dates) in head and max(dates) in head and head in (ROOT / "docs/benchmarks.md").read_text()
+    assert min(dates) in head and max(dates) in head and head in (ROOT / "docs/benchmarks/block.md").read_text()
 
 
 def test_plots_are_of_the_rows():

@@ -56,7 +56,7 @@ def test_every_device_header_is_told():
     assert sorted(named) == sorted(file.stem for file in (ROOT / "src/device").glob("*.cuh"))
 
 
-@pytest.mark.parametrize("file", ["README.md", "docs/block-sparsity.md", "docs/two-four.md"])
+@pytest.mark.parametrize("file", ["README.md", "docs/block-sparsity.md", "docs/two-four.md", "docs/cookbook/cpp.md"])
 def test_cpp(file, tmp_path):
     compiler = shutil.which("g++") or pytest.skip("no g++ here")
     source, program = tmp_path / "main.cpp", tmp_path / "main"
@@ -80,7 +80,9 @@ def anchors(file: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in words}
 
 
-@pytest.mark.parametrize("file", ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))])
+@pytest.mark.parametrize(
+    "file", ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").rglob("*.md")))]
+)
 def test_links_lead_somewhere(file):
     page = ROOT / file
     for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text())):

@@ -914,9 +914,8 @@ def test_matrices_that_share_memory_are_saved(tmp_path):
 def test_without_safetensors(monkeypatch):
     """The package is named, not a line of its insides."""
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(
-        ImportError, match=r"^save: safetensors: expected the package, got none; pip install safetensors$"
-    ):
+    told = r"^save: safetensors: expected the package, got none; pip install 'fretwork\[files\]'$"
+    with pytest.raises(ImportError, match=told):
         two_four.save("never", two_four.compress(torch.eye(4)))
 
 

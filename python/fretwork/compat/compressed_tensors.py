@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fretwork import two_four
-from fretwork._checks import refuse
+from fretwork._checks import needs, refuse
 from fretwork._modules import put
 from fretwork._torch.arguments import FLOATING, check_tensor
 from fretwork.nn.semi_sparse_linear import SemiSparseLinear
@@ -157,10 +157,8 @@ def read(
 
 
 def _tensors(path: Path, device: str) -> dict[str, Tensor]:
-    try:
+    with needs("read", "safetensors", "files"):
         from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise ImportError("read: safetensors: expected the package, got none; pip install safetensors") from None
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
         refuse("read", "path", "a safetensors file or a folder of them", path)

@@ -56,7 +56,8 @@ class BlockSparseWeightConfig:
     blocksize: int = 64
 
 
-semi_sparse_weight, block_sparse_weight = SemiSparseWeightConfig, BlockSparseWeightConfig
+semi_sparse_weight = SemiSparseWeightConfig
+block_sparse_weight = BlockSparseWeightConfig
 
 
 def sparsify_(

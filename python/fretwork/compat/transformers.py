@@ -41,15 +41,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
 
+from fretwork._checks import needs
 from fretwork._torch.arguments import check_tensor
 from fretwork.attention import attention
 from fretwork.block_lists import BlockLists
-from fretwork.compat._structure_in_config import structure_saved
 from fretwork.dynamic_attention import varlen_attention
 from fretwork.patterns import Pattern, diag
+
+with needs("fretwork.compat.transformers", "transformers", "transformers"):
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from transformers.masking_utils import sdpa_mask
+
+    from fretwork.compat._structure_in_config import structure_saved
 
 ChooseBlocks = Callable[[Tensor, Tensor, int | None], Tensor | BlockLists | None]
 

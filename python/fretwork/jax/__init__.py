@@ -14,7 +14,10 @@ over or an argument.
 (3, 16, 16)
 """
 
-from fretwork.jax import kronecker, two_four
+from fretwork._checks import needs
+
+with needs("fretwork.jax", "jax", "jax"):
+    from fretwork.jax import kronecker, two_four
 from fretwork.jax.attention import alibi, attention  # the function takes the module's place in this namespace
 from fretwork.jax.block import block_softmax, dds, dsd, pack, sdd, unpack
 from fretwork.jax.conv import block_conv2d

@@ -177,8 +177,9 @@ def test_training(printed, name, names, tmp_path):
     assert [run[0] for run in runs] == names and len(table.read_text().splitlines()) == 1 + len(names)
     for _, parameters, ms, mib, losses in runs:
         assert parameters > 0 and ms > 0 and len(losses) == 6 and mib > 16 * parameters / 2**20  # AdamW's states
-    if name != "train_monarch" and name != "train_vit":  # which learn later
-        assert all(losses[4] < losses[0] for *_, losses in runs)
+    if name in ("train_characters", "train_two_four", "train_pruned"):  # the others learn later
+        fresh = [losses for run, *_, losses in runs if not run.endswith(", on")]
+        assert all(losses[4] < losses[0] for losses in fresh)
     if name in ("train_monarch", "train_pruned"):
         assert runs[-1][1] < 0.7 * runs[0][1]
 

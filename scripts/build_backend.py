@@ -34,9 +34,12 @@ SECONDS = 4.0  # a file takes one core, without ccache
 Settings = dict[str, Any] | None
 
 
+def _folders() -> list[str]:
+    return [*sys.path, sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]]
+
+
 def _has(header: str) -> bool:
-    folders = [*sys.path, sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]]
-    return any((Path(folder) / header).exists() for folder in folders)
+    return any((Path(folder) / header).exists() for folder in _folders())
 
 
 def _has_jaxlib() -> bool:

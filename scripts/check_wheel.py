@@ -56,8 +56,8 @@ def check_requirements(python: Path) -> None:
     """A Python without torch asks for it, whichever way the package is to be installed; for jaxlib only if told to."""
     program = f"""
 import sys; sys.path[:0] = [{str(ROOT / "scripts")!r}]
-import build_backend, pathlib
-sys.path[:] = [folder for folder in sys.path if not (pathlib.Path(folder) / "torch").exists()]
+import build_backend, sysconfig
+build_backend._folders = lambda: [sysconfig.get_paths()["purelib"]]  # as an isolated build sees them
 for hook in (build_backend.get_requires_for_build_wheel, build_backend.get_requires_for_build_editable):
     plain, told = (" ".join(hook(given)) for given in (None, {{build_backend.JAX: "ON"}}))
     assert "torch" in plain and "jaxlib" not in plain and "torch" in told and "jaxlib" in told, (plain, told)

@@ -18,10 +18,9 @@ export FRETWORK_LIB_DIR := $(CURDIR)/$(BUILD)/lib
 export FRETWORK_NVRTC = $(shell ls -d $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu13/lib 2>/dev/null | head -1)
 ACCEPT := $(wildcard ../shared/accept/test_block.py ../shared/accept/test_kronecker.py \
   ../shared/accept/test_attention.py ../shared/accept/test_two_four.py ../shared/accept/test_daily.py \
-  ../shared/accept/test_device_attention.py \
-  ../shared/accept/test_models.py ../shared/accept/test_distributed.py)
-# Its cases have names of their own in each process, so that two cannot share them.
-ACCEPT_ALONE := $(wildcard ../shared/accept/test_modules.py)
+  ../shared/accept/test_device_attention.py ../shared/accept/test_models.py)
+# Cases have names of their own in each process, so that two cannot share them; or they start processes themselves.
+ACCEPT_ALONE := $(wildcard ../shared/accept/test_modules.py ../shared/accept/test_distributed.py)
 CXX_FILES = $(shell find include src bindings tools tests examples -name '*.h' -o -name '*.cpp' -o -name '*.cuh')
 
 .PHONY: help setup configure build demo docs wheel test lint test-cpp test-python test-sanitizers test-wheel gpu-test bench \

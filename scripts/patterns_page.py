@@ -141,7 +141,7 @@ for length in (300, 500, 700):
     x = torch.randn(1, 2, length, 32)
     attend(x, x, x)
 ```
-This holds for functions (`def` or `lambda`), for layers and Hugging Face models with such patterns, and for calls
+This holds for functions (`def` or `lambda`), for layers with such patterns, and for calls
 without a pattern. Make the function outside of what is compiled, or let it use nothing of the tensors. Other objects
 that can be called, and calls with `blocks`, compile for each length. `torch.export` keeps the pattern of the example's
 length.

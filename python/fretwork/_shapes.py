@@ -440,7 +440,7 @@ def check_sides(op: str, block: Any) -> tuple[int, int]:
 
 def check_no_block(op: str, block: Any) -> None:
     """Where there are no blocks their side means nothing."""
-    if block != 128:
+    if block not in (128, (128, 128)):
         fail(op, "block", "blocks with it", f"{block} without blocks")
 
 

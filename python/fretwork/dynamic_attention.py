@@ -164,9 +164,9 @@ def varlen_attention(
     q is (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv). Document n has the queries cu_q[n] … cu_q[n+1] − 1 and the keys
     likewise by `cu_k`, or by `cu_q` without it; both are int32 or int64. Query i of Lq sees key j of Lk if, with
     p = i + Lk − Lq, j ≤ p where `causal` and −left ≤ j − p ≤ right for `window` = (left, right), None for no bound.
-    `max_q` and `max_k` are bounds of the lengths. They never change results. `sinks` (Hq,) is one more score of each
-    query, without a value. Rows outside of all documents are zeros with lse −inf. lse is (Hq, Tq). Nothing is read on
-    the host.
+    Starts ascend. `max_q` and `max_k` are bounds of the lengths. They never change results. `sinks` (Hq,) is one more
+    score of each query, without a value. Rows outside of all documents are zeros with lse −inf. lse is (Hq, Tq).
+    Nothing is read on the host.
 
     >>> import torch, fretwork as fw
     >>> q, k, v = (torch.randn(100, 2, 16, requires_grad=True) for _ in range(3))
@@ -178,9 +178,11 @@ def varlen_attention(
     """
     op = "varlen_attention"
     plain = scale is None and sinks is None and type(causal) is bool and max_q is None and max_k is None
-    if plain and window == (None, None) and called_with_tensors(q, k, v, cu_q, cu_q if cu_k is None else cu_k):
+    plain = plain and type(window) is tuple and window == (None, None)
+    ends = cu_q if cu_k is None else cu_k
+    if plain and _checked_by_the_core(q, k, v, cu_q, ends) and cu_q.dtype is ends.dtype is torch.int32:
         try:
-            return _varlen_plainly(q, k, v, cu_q, cu_q if cu_k is None else cu_k, causal, return_lse)
+            return _varlen_plainly(q, k, v, cu_q, ends, causal, return_lse)
         except (RuntimeError, NotImplementedError, IndexError):
             pass  # the checks below say what is wrong
     for name, x in {"q": q, "k": k, "v": v, "cu_q": cu_q, **({} if cu_k is None else {"cu_k": cu_k})}.items():
@@ -205,6 +207,11 @@ def varlen_attention(
     return (o, lse.squeeze(0)) if return_lse else o
 
 
+def _checked_by_the_core(*tensors: Any) -> bool:
+    """Whether a call is plain and the core sees these: not what is on meta, where torch asks for shapes alone."""
+    return called_with_tensors(*tensors) and not any(x.is_meta for x in tensors)
+
+
 def _varlen_plainly(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -223,10 +230,10 @@ def block_attention_plainly(q: Tensor, k: Tensor, v: Tensor, pattern: Any, block
     mask, counts, indices = None, None, None
     if isinstance(blocks, BlockLists):
         counts, indices = blocks.counts, blocks.indices
-        plain = called_with_tensors(counts, indices)
+        plain = _checked_by_the_core(q, k, v, counts, indices)
     else:
         mask = blocks
-        plain = called_with_tensors(mask)
+        plain = _checked_by_the_core(q, k, v, mask)
     sides = (block, block) if type(block) is int else block
     if not plain or type(sides) is not tuple or [type(side) for side in sides] != [int, int]:
         return None

@@ -533,3 +533,16 @@ def test_threads_change_nothing(device, heads):
             torch.set_num_threads(threads)
         for others in found[1:]:
             assert all(torch.equal(x, y) for x, y in zip(found[0], others, strict=True))
+
+
+def test_plain_calls_refuse_what_is_on_meta(device):
+    """The core does not see such operands: Python's checks say what is wrong."""
+    q, k, v = (torch.randn(128, 2, 16, device=device) for _ in range(3))
+    starts = torch.tensor([0, 128], dtype=torch.int32, device="meta")
+    with pytest.raises(RuntimeError, match="varlen_attention: cu_q: expected a tensor on"):
+        fw.varlen_attention(q, k, v, starts)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    with pytest.raises(RuntimeError, match="attention: blocks: expected a tensor on"):
+        fw.attention(q, k, v, blocks=torch.ones(1, 1, 2, 2, dtype=torch.bool, device="meta"), block=64)
+    with pytest.raises(RuntimeError, match="attention: blocks: expected"):
+        fw.attention(*(x.to("meta") for x in (q, k, v)), blocks=torch.ones(1, 1, 3, 3, device="meta").bool(), block=64)

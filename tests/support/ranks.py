@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 MOST = 4
-SECONDS = 20  # the timeout of a group, and then some for all of a test
+SECONDS = 20  # the timeout of a group's operations, and then some for all of a test
+MEETING = datetime.timedelta(minutes=3)  # of ranks that a busy machine keeps from starting
 
 
 def serve(pipe):
@@ -30,8 +31,8 @@ def serve(pipe):
                 spec = importlib.util.spec_from_file_location(Path(file).stem, file)
                 modules[file] = importlib.util.module_from_spec(spec)
                 spec.loader.exec_module(modules[file])
-            timeout = datetime.timedelta(seconds=SECONDS)
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=MEETING)
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=SECONDS))
             torch.manual_seed(seed)
             getattr(modules[file], name)(rank, world, *arguments)
             said = None
@@ -77,7 +78,7 @@ class Ranks:
                 pipe.send((*call, rank, world, f"{folder}/store", torch.initial_seed(), arguments))
             said = {}
             waiting = {pipe: rank for rank, pipe in enumerate(self.pipes[:world])}
-            while waiting and (ready := multiprocessing.connection.wait(waiting, 3 * SECONDS)):
+            while waiting and (ready := multiprocessing.connection.wait(waiting, MEETING.total_seconds() + 3 * SECONDS)):
                 for pipe in ready:
                     rank = waiting.pop(pipe)
                     try:

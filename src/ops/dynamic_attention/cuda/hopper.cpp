@@ -48,8 +48,10 @@ bool suits_form(const Problem& problem) {
              most_runs(keys, rows, rows) <= kMostRuns &&
              p.batch * p.heads * (std::max(p.rows, p.cols) / kHalfRows + 1) <= kMostRuns;
     }
-    case Form::documents:
+    case Form::documents:  // starts that do not ascend may make each document as long as all tokens: tiles are counted
+                           // in int
       return std::max(p.rows, p.cols) <= kMostTokens &&
+             (keys.documents + 2) * (std::max(p.rows, p.cols) / kHalfRows + 1) < kernels::kMost &&
              p.heads * (std::max(p.rows, p.cols) / kHalfRows + keys.documents + 2) <= kMostRuns;
     case Form::selected:
       break;

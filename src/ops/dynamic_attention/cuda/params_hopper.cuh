@@ -38,7 +38,7 @@ inline constexpr int kOrderBits = 10, kOrderThreads = 1 << kOrderBits;
 struct OrderParams {
   const int* steps;
   const int* tile_count;       ///< row tiles of a list, if the device knows
-  int tiles;                   ///< else
+  int tiles;                   ///< or how many they may be
   int batch, heads;            ///< of the rows
   int list_batch, list_heads;  ///< lists that differ: 1 or `batch`; 1 or a divisor of `heads`
   int repeat;                  ///< query heads that a key head's tiles meet, one after the other

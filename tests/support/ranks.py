@@ -78,7 +78,9 @@ class Ranks:
                 pipe.send((*call, rank, world, f"{folder}/store", torch.initial_seed(), arguments))
             said = {}
             waiting = {pipe: rank for rank, pipe in enumerate(self.pipes[:world])}
-            while waiting and (ready := multiprocessing.connection.wait(waiting, MEETING.total_seconds() + 3 * SECONDS)):
+            while waiting and (
+                ready := multiprocessing.connection.wait(waiting, MEETING.total_seconds() + 3 * SECONDS)
+            ):
                 for pipe in ready:
                     rank = waiting.pop(pipe)
                     try:

@@ -18,8 +18,9 @@ class BlockLists:
     """Which key blocks each query block takes: `counts` (B|1, H|1, R) and `indices` (B|1, H|1, R, N), both int32.
 
     Query block r takes the key blocks indices[b, h, r, :counts[b, h, r]]. Entries from the count on are ignored, and so
-    are those outside the range of blocks. FlexAttention's `kv_num_blocks` and `kv_indices` are such lists. The tensors
-    are taken as they are: nothing is copied, and nothing is read on the host.
+    are those outside the range of blocks. FlexAttention's `kv_num_blocks` and `kv_indices` are such lists, but
+    for the full blocks, which a BlockMask of `create_block_mask` keeps apart. The tensors are taken as they are: nothing
+    is copied, and nothing is read on the host.
 
     >>> import torch, fretwork as fw
     >>> counts = torch.tensor([[[1, 2]]], dtype=torch.int32)

@@ -19,8 +19,8 @@ class BlockLists:
 
     Query block r takes the key blocks indices[b, h, r, :counts[b, h, r]]. Entries from the count on are ignored, and so
     are those outside the range of blocks. FlexAttention's `kv_num_blocks` and `kv_indices` are such lists, but
-    for the full blocks, which a BlockMask of `create_block_mask` keeps apart. The tensors are taken as they are: nothing
-    is copied, and nothing is read on the host.
+    for the full blocks, which a BlockMask of `create_block_mask` keeps apart. The tensors are taken as they are:
+    nothing is copied, and nothing is read on the host.
 
     >>> import torch, fretwork as fw
     >>> counts = torch.tensor([[[1, 2]]], dtype=torch.int32)

@@ -66,12 +66,12 @@ def test_cpp(file, tmp_path):
     subprocess.run([str(program)], check=True)
 
 
-def test_command_line():
+def test_command_line(tmp_path):
     program = LIBRARIES.parent / "bin/fretwork"
     if not program.exists():
         pytest.skip(f"no program at {program}")
     for line in examples("")[1].splitlines():
-        subprocess.run(line.replace("fretwork", str(program), 1), shell=True, check=True)
+        subprocess.run(line.replace("fretwork", str(program), 1), shell=True, check=True, cwd=tmp_path)
 
 
 def anchors(file: Path) -> set[str]:

@@ -85,10 +85,10 @@ def test_first_calls(monkeypatch, capsys):
     assert forward > 0 and backward > 0
 
 
-def test_the_readme_shows_attention():
+def test_a_glance_at_attention():
     row = {"part": "pattern", "pattern": "strided", "arch": "auto", "dtype": "bfloat16", "seq": 16384, "depth": 128,
            "pass": "forward", "ms": {"ours": 0.25, "flex": 4.0, "other": 5.0}}  # fmt: skip
-    lines = report.readme_attention({"H200": [row, {**row, "depth": 64, "ms": {"ours": 9.0}}], "CPU": [row]})
+    lines = report.attention_glance({"H200": [row, {**row, "depth": 64, "ms": {"ours": 9.0}}], "CPU": [row]})
     assert "| H200 forward | – | – | – | – | – | 0.25 (16.0×) | – |" in lines
     assert "| CPU forward |" + " – |" * 7 in lines
 

@@ -17,19 +17,15 @@ def examples(language: str, file: str = "README.md") -> list[str]:
     return [code for kind, code in FENCE.findall((ROOT / file).read_text()) if kind == language]
 
 
-def test_there_is_one_for_each_front_door():
-    assert len(examples("python")) == 3 and len(examples("cpp")) == 1 and len(examples("")) == 2
-
-
-@pytest.mark.parametrize("code", examples("python"), ids=["torch", "two_four", "jax"])
-def test_python(code):
-    pytest.importorskip("jax") if "jax" in code else None
-    exec(compile(code, "README.md", "exec"), {})
+def test_the_readme_fits_a_screen():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 85
+    assert len(examples("python")) == 1 and len(examples("")) == 2
 
 
 @pytest.mark.parametrize(
     "file, count",
     [
+        ("README.md", 1),
         ("docs/block-sparsity.md", 3),
         ("docs/kronecker.md", 3),
         ("docs/dynamic-sparsity.md", 5),
@@ -56,7 +52,7 @@ def test_every_device_header_is_told():
     assert sorted(named) == sorted(file.stem for file in (ROOT / "src/device").glob("*.cuh"))
 
 
-@pytest.mark.parametrize("file", ["README.md", "docs/block-sparsity.md", "docs/two-four.md", "docs/cookbook/cpp.md"])
+@pytest.mark.parametrize("file", ["docs/block-sparsity.md", "docs/two-four.md", "docs/cookbook/cpp.md"])
 def test_cpp(file, tmp_path):
     compiler = shutil.which("g++") or pytest.skip("no g++ here")
     source, program = tmp_path / "main.cpp", tmp_path / "main"

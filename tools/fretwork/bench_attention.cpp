@@ -122,6 +122,9 @@ double rate_of(const AttentionBench& options, const Pattern& pattern, bool backw
 }
 
 /// Milliseconds of its FLOPs at the rate of full attention, or of moving the operands once at the rate of a copy.
+constexpr const char* kFloor =
+    "Floor: the FLOPs at the rate of the same pass with every key, or the operands moved once at the rate of a copy.";
+
 double floor_of(const AttentionBench& options, const Pattern& pattern, bool backward, DType dtype, double full_rate,
                 double copy_rate) {
   const auto positions = static_cast<double>(options.batch * options.seq * options.depth);
@@ -130,14 +133,19 @@ double floor_of(const AttentionBench& options, const Pattern& pattern, bool back
   return std::max(products, moved * static_cast<double>(size_of(dtype)) / copy_rate);
 }
 
-void bench_patterns(AttentionBench options) {
-  Run run(options.run);
-  const bool gpu = run.device().type == DeviceType::cuda;
+/// What the user left out, by the machine.
+void fill_in(AttentionBench& options, bool gpu) {
   const auto unless_given = [](std::int64_t& value, std::int64_t usual) { value = value > 0 ? value : usual; };
   unless_given(options.seq, gpu ? 16384 : 2048);
   unless_given(options.depth, gpu ? 128 : 64);
   unless_given(options.heads, gpu ? 16 : 4);
   unless_given(options.kv_heads, options.heads);
+}
+
+void bench_patterns(AttentionBench options) {
+  Run run(options.run);
+  const bool gpu = run.device().type == DeviceType::cuda;
+  fill_in(options, gpu);
   check_passes(options);
   const std::vector<PatternPtr> patterns = chosen_regular(options, gpu);
   const PatternPtr full = patterns::full(options.seq);
@@ -192,8 +200,7 @@ void bench_patterns(AttentionBench options) {
              {{.title = "Time of each pattern",
                .labels = {"pass", "pattern"},
                .series = {{"ms", "this pattern"}, {"full_ms", "every key"}, {"floor_ms", "floor"}},
-               .note = "Floor: the FLOPs at the rate of the same pass with every key, or the operands moved once at "
-                       "the rate of a copy."}});
+               .note = kFloor}});
 }
 
 /// Patterns of 2²⁰ tokens by name; the number makes another one of the same kind, which nobody has planned yet.

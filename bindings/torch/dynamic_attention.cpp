@@ -77,6 +77,29 @@ struct Options {
   fretwork::AttentionOptions options;
 };
 
+/// Documents are packed: (T, H, D), and (H, T) of statistics, which the core takes as one batch element.
+template <typename View>
+View in_batch(View x, bool packed) {
+  if (!packed) {
+    return x;
+  }
+  const auto &n = x.sizes, &s = x.strides;
+  switch (x.rank) {
+    case 2:
+      return View(x.data, x.dtype, std::array<std::int64_t, 3>{1, n[0], n[1]},
+                  std::array<std::int64_t, 3>{0, s[0], s[1]}, x.device);
+    case 3:
+      return View(x.data, x.dtype, std::array<std::int64_t, 4>{1, n[1], n[0], n[2]},
+                  std::array<std::int64_t, 4>{0, s[1], s[0], s[2]}, x.device);
+    default:
+      return x;  // which the core refuses
+  }
+}
+template <typename View>
+std::optional<View> in_batch(const std::optional<View>& x, bool packed) {
+  return x.has_value() ? std::optional(in_batch(*x, packed)) : std::nullopt;
+}
+
 void dynamic_attention(StableIValue* stack, std::uint64_t, std::uint64_t) {
   constexpr const char* kOp = "attention";
   Arguments arguments(stack);
@@ -84,16 +107,21 @@ void dynamic_attention(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const Features features(arguments);
 
   const Options options(kOp, features, q);
-  const fretwork::ConstTensorView queries = view(kOp, "q", q), keys = view(kOp, "k", k), values = view(kOp, "v", v);
+  const bool packed = features.cu_q.has_value();
+  const fretwork::ConstTensorView queries = in_batch(view(kOp, "q", q), packed),
+                                  keys = in_batch(view(kOp, "k", k), packed),
+                                  values = in_batch(view(kOp, "v", v), packed);
   const std::int64_t sizes[] = {queries.size(0), queries.size(1), queries.size(2), values.size(3)};
-  const Tensor out = empty_like(sizes, q);
+  const std::int64_t rows_first[] = {sizes[2], sizes[1], sizes[3]};
+  const Tensor out = packed ? empty_like(rows_first, q) : empty_like(sizes, q);
   const bool wide = queries.dtype == fretwork::DType::f64;
-  const Tensor lse =
-      empty(std::span(sizes).first(3), wide ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32(), q);
+  const Tensor lse = empty(packed ? std::span(sizes).subspan(1, 2) : std::span(sizes).first(3),
+                           wide ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32(), q);
   Call call(q);
   call.context().precision = precision_named(kOp, features.precision.view());
-  fretwork::dynamic_attention(queries, keys, values, options.pattern, options.keys, out_view(kOp, "out", out),
-                              out_view(kOp, "lse", lse), call.context(), options.options);
+  fretwork::dynamic_attention(queries, keys, values, options.pattern, options.keys,
+                              in_batch(out_view(kOp, "out", out), packed), in_batch(out_view(kOp, "lse", lse), packed),
+                              call.context(), options.options);
   stack[0] = torch::stable::detail::from(out);
   stack[1] = torch::stable::detail::from(lse);
 }
@@ -113,10 +141,17 @@ void dynamic_attention_backward(StableIValue* stack, std::uint64_t, std::uint64_
       d_bias("d_bias", features.bias.value_or(q), needs_bias);
   Call call(q);
   call.context().precision = precision_named(kOp, features.precision.view());
-  fretwork::dynamic_attention_backward(
-      view(kOp, "q", q), view(kOp, "k", k), view(kOp, "v", v), options.pattern, options.keys, view(kOp, "out", out),
-      view(kOp, "lse", lse), view(kOp, "d_out", d_out), view(kOp, "d_lse", d_lse),
-      {.q = d_q.place, .k = d_k.place, .v = d_v.place, .bias = d_bias.place}, call.context(), options.options);
+  const bool packed = features.cu_q.has_value();
+  const auto seen = [&](const char* argument, const auto& tensor) {
+    return in_batch(view(kOp, argument, tensor), packed);
+  };
+  fretwork::dynamic_attention_backward(seen("q", q), seen("k", k), seen("v", v), options.pattern, options.keys,
+                                       seen("out", out), seen("lse", lse), seen("d_out", d_out), seen("d_lse", d_lse),
+                                       {.q = in_batch(d_q.place, packed),
+                                        .k = in_batch(d_k.place, packed),
+                                        .v = in_batch(d_v.place, packed),
+                                        .bias = d_bias.place},
+                                       call.context(), options.options);
   const Tensor results[] = {d_q.tensor, d_k.tensor, d_v.tensor, d_bias.tensor};
   for (std::size_t n = 0; n < std::size(results); ++n) {
     stack[n] = torch::stable::detail::from(results[n]);

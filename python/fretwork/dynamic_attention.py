@@ -196,15 +196,14 @@ def varlen_attention(
     check_sinks(op, sinks, q, q.shape[1])
     number = None if scale is None else as_number(op, "scale", scale)
     o, lse = dynamic_attention_op(
-        *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
-        *("", None, None, None, None, starts[0], starts[-1], sizes, number, None, None, 0.0, 0.0, None),
+        *(q, k, v, "", None, None, None, None, starts[0], starts[-1], sizes, number, None, None, 0.0, 0.0, None),
         *(precision_name(op, None), None),
     )
     if sinks is not None:
         row = torch.arange(q.shape[0], device=q.device)
-        o, lse = with_sinks(o, lse, sinks, (row >= starts[0][:1]) & (row < starts[0][-1:]))
-    o = o.squeeze(0).transpose(0, 1)  # not o[0], whose gradient is a copy
-    return (o, lse.squeeze(0)) if return_lse else o
+        o, lse = with_sinks(o.transpose(0, 1), lse, sinks, (row >= starts[0][:1]) & (row < starts[0][-1:]))
+        o = o.transpose(0, 1)
+    return (o, lse) if return_lse else o
 
 
 def _checked_by_the_core(*tensors: Any) -> bool:
@@ -217,12 +216,10 @@ def _varlen_plainly(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`varlen_attention` of plain tensors without options, which the core checks."""
     o, lse = dynamic_attention_op(
-        *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
-        *("", None, None, None, None, cu_q, cu_k, (1, 1, int(causal), -1, -1, -1, -1)),
+        *(q, k, v, "", None, None, None, None, cu_q, cu_k, (1, 1, int(causal), -1, -1, -1, -1)),
         *(None, None, None, 0.0, 0.0, None, torch_precision(), None),
     )
-    o = o.squeeze(0).transpose(0, 1)  # not o[0], whose gradient is a copy
-    return (o, lse.squeeze(0)) if return_lse else o
+    return (o, lse) if return_lse else o
 
 
 def block_attention_plainly(q: Tensor, k: Tensor, v: Tensor, pattern: Any, blocks: Any, block: Any) -> Tensor | None:

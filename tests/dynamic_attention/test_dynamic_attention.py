@@ -228,6 +228,22 @@ def test_selected(device, heads, block):
             check_selected(device, dtype, seq, heads, block, causal)
 
 
+@pytest.mark.parametrize("heads", [(32, 2), (3, 1)], ids=str)
+def test_a_block_that_all_queries_select(device, heads):
+    """The list of its queries is much longer than those of other blocks."""
+    seq = (700, 700)
+    indices, mask = selection(device, 1, heads[1], seq, 64, 4)
+    indices[..., 0] = 0
+    mask = (torch.arange(700) // 64 == indices.cpu()[..., None]).any(-2) & torch.ones(seq, dtype=torch.bool).tril()
+    mask = mask.repeat_interleave(heads[0] // heads[1], 1)
+    for dtype in dtypes_of(device)[-3:]:
+        check(
+            lambda q, k, v: fw.selected_attention(q, k, v, indices, return_lse=True),
+            lambda *t: dense(*t, mask),
+            make(device, dtype, seq, 1, heads),
+        )
+
+
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_selected_head_dims(device, dims):
     indices, mask = selection(device, 1, 2, (90, 300), 64, 3)
@@ -241,20 +257,21 @@ def test_selected_head_dims(device, dims):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_bad_values_stay_with_their_rows(device, dtype):
+@pytest.mark.parametrize("block", [16, 32, 64])
+def test_bad_values_stay_with_their_rows(device, dtype, block):
     """A bad key or value reaches the queries that see it, in 16 bits as in 32."""
     seq = (130, 200)
-    indices, mask = selection(device, 1, 2, seq, 16, 5)
+    indices, mask = selection(device, 1, 2, seq, block, 3)
     mask = (mask & (torch.arange(200) <= torch.arange(130)[:, None] + 70)).repeat_interleave(2, 1)
     q, k, v = make(device, dtype, seq, 1)
-    want = fw.selected_attention(q, k, v, indices, 16)
+    want = fw.selected_attention(q, k, v, indices, block)
     blocks = torch.rand(1, 2, 9, 13) < 0.5
     block_rows = blocks_mask(blocks, seq, (16, 16), 4)
     want_blocks = fw.attention(q, k, v, blocks=blocks.to(device), block=16)
     at = (torch.arange(200, device=device) == 100)[:, None]
     for bad in ((q, k.masked_fill(at, torch.nan), v), (q, k, v.masked_fill(at, torch.inf))):
         for got, right, sees in (
-            (fw.selected_attention(*bad, indices, 16), want, mask[..., 100]),
+            (fw.selected_attention(*bad, indices, block), want, mask[..., 100]),
             (fw.attention(*bad, blocks=blocks.to(device), block=16), want_blocks, block_rows[..., 100]),
         ):
             assert torch.equal(got.cpu()[~sees], right.cpu()[~sees])
@@ -359,8 +376,10 @@ def test_opcheck(device):
             *end,
         ),
     ]
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
     for call in calls:
-        torch.library.opcheck(op, (q, k, v, *call))
+        given = (q, k, v) if call[5] is None else packed
+        torch.library.opcheck(op, (*given, *call))
 
 
 def test_second_derivative_is_refused(device):

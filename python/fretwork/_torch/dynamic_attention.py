@@ -23,8 +23,13 @@ def has_interval_rows(key: str) -> bool:
 @dynamic_attention_op.register_fake
 def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     op = "varlen_attention" if rest[5] is not None else "selected_attention" if rest[4] is not None else "attention"
-    _shapes.check_qkv(op, [operand(name, t) for name, t in zip("qkv", (q, k, v), strict=True)])
+    known = [operand(name, t) for name, t in zip("qkv", (q, k, v), strict=True)]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if rest[5] is not None:  # documents are packed, rows first
+        _shapes.check_packed(op, known)
+        rows, heads, _ = q.shape
+        return q.new_empty((rows, heads, v.shape[2])), q.new_empty((heads, rows), dtype=wide)
+    _shapes.check_qkv(op, known)
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide)
 
 

@@ -363,7 +363,9 @@ void DeviceWalk::write_documents(const Problem& problem, Context& context) {
   made_ = params;
   const OrderParams items = order(problem, params.first_tile + documents + 2);
   params.order = deals() ? OrderParams{} : items;
-  launch(kScanTiles, 2, kScanThreads, &params, context);
+  if (documents > kFewDocuments) {
+    launch(kScanTiles, 2, kScanThreads, &params, context);
+  }
   launch(kDocumentWalk, ceil_div(params.capacity + params.cols.capacity, kThreads / 32), kThreads, &params, context);
   launch_order(items, context);
   walk_.col_tiles = params.cols.places;

@@ -50,12 +50,12 @@ __device__ __forceinline__ int tiles_of(const OrderParams& p) {
 }
 
 /// Where there are no more row tiles than CTAs, each has one: a warp gives its own to all pairs that have its list.
-__device__ __forceinline__ void write_items(const OrderParams& p, int number, int steps) {
+/// tiles: row tiles of a list.
+__device__ __forceinline__ void write_items(const OrderParams& p, int tiles, int number, int steps) {
   if (p.items == nullptr) {
     return;
   }
-  const int tiles = tiles_of(p), list = number / tiles, tile = number - list * tiles,
-            lane = static_cast<int>(threadIdx.x) % 32;
+  const int list = number / tiles, tile = number - list * tiles, lane = static_cast<int>(threadIdx.x) % 32;
   const int heads = p.heads / p.list_heads, batches = p.list_batch == 1 ? p.batch : 1;
   const int batch0 = p.list_batch == 1 ? 0 : list / p.list_heads, head0 = list % p.list_heads * heads;
   for (int n = lane; n < batches * heads; n += 32) {
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kThreads) write_block_walk(const __grid_consta
   const int first =
       p.taken == nullptr ? number * p.most : __shfl_sync(~0u, lane == 0 ? atomicAdd(p.taken, runs) : 0, 0);
   write_counts(p, number, first, runs, steps);
-  write_items(p.order, number, steps);
+  write_items(p.order, tiles_of(p.order), number, steps);
   RunOf* to = p.runs + first;
   for (int n0 = band.first / 32 * 32; n0 < band.last; n0 += 32) {
     const Chunk chunk = chunk_of(p, words, band, n0);
@@ -144,14 +144,19 @@ __device__ __forceinline__ void write_col_tile(const ColTiles& p, int tile, int 
   }
 }
 
-/// Where the row tiles and the column tiles of each document begin: a CTA for either.
-__global__ void __launch_bounds__(kScanThreads) scan_tiles(const __grid_constant__ DocumentWalkParams p) {
-  const bool rows = blockIdx.x == 0;
+/// Where the row tiles or the column tiles of each document begin. All threads of the CTA call it.
+template <int kThreads>
+__device__ __forceinline__ void scan_first_tiles(const DocumentWalkParams& p, bool rows, int* first) {
   const int side = rows ? p.side : p.cols.side;
-  scan_counts<kScanThreads>(rows ? p.first_tile : p.cols.first, p.documents.documents + 2, 0, [&](int n) {
+  scan_counts<kThreads>(first, p.documents.documents + 2, 0, [&](int n) {
     const Document of = document_of(p.documents, n);
     return ((rows ? of.rows : of.cols) + side - 1) / side;
   });
+}
+/// Of many documents, for all CTAs of write_document_walk: a CTA for either.
+__global__ void __launch_bounds__(kScanThreads) scan_tiles(const __grid_constant__ DocumentWalkParams p) {
+  const bool rows = blockIdx.x == 0;
+  scan_first_tiles<kScanThreads>(p, rows, rows ? p.first_tile : p.cols.first);
 }
 
 /// The runs of rows [row, row + count) of a document; a warp writes them.
@@ -214,36 +219,43 @@ struct DocumentRuns {
 
 /// A warp for each row tile, then one for each column tile.
 __global__ void __launch_bounds__(kThreads) write_document_walk(const __grid_constant__ DocumentWalkParams p) {
+  __shared__ int firsts[2][kFewDocuments + 3];
   const int warp = warp_number(), all = p.documents.documents + 2;
+  const bool few = p.documents.documents <= kFewDocuments;
+  const int *const first_row = few ? firsts[0] : p.first_tile, *const first_col = few ? firsts[1] : p.cols.first;
+  if (few) {
+    scan_first_tiles<kThreads>(p, true, firsts[0]);
+    scan_first_tiles<kThreads>(p, false, firsts[1]);
+    __syncthreads();
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+      p.first_tile[all] = firsts[0][all];  // for order_items
+    }
+  }
   if (warp < p.capacity) {
-    if (warp >= p.first_tile[all]) {
+    const int tiles = first_row[all];
+    if (warp >= tiles) {
       return;
     }
-    const int n = last_at(all, warp, [&](int d) { return p.first_tile[d]; });
+    const int n = last_at(all, warp, [&](int d) { return first_row[d]; });
     const Document of = document_of(p.documents, n);
-    const int row = (warp - p.first_tile[n]) * p.side, count = min(p.side, of.rows - row);
+    const int row = (warp - first_row[n]) * p.side, count = min(p.side, of.rows - row);
     write_row_tile(p, warp, of.row + row, count);
-    DocumentRuns runs{p,
-                      of,
-                      p.runs + static_cast<i64>(warp) * kDocumentRuns,
-                      row,
-                      count,
-                      p.cols.first[n],
-                      p.cols.capacity + 2 * warp};
-    if (p.cols.first[n + 1] <= p.cols.capacity) {  // starts that do not ascend need more
+    DocumentRuns runs{
+        p, of, p.runs + static_cast<i64>(warp) * kDocumentRuns, row, count, first_col[n], p.cols.capacity + 2 * warp};
+    if (first_col[n + 1] <= p.cols.capacity) {  // starts that do not ascend need more
       runs.write();
     }
     write_counts(p, warp, warp * kDocumentRuns, runs.runs, runs.steps);
-    write_items(p.order, warp, runs.steps);
+    write_items(p.order, min(tiles, p.order.tiles), warp, runs.steps);
     return;
   }
   const int tile = warp - p.capacity;
-  if (tile >= min(p.cols.capacity, p.cols.first[all])) {
+  if (tile >= min(p.cols.capacity, first_col[all])) {
     return;
   }
-  const int n = last_at(all, tile, [&](int d) { return p.cols.first[d]; });
+  const int n = last_at(all, tile, [&](int d) { return first_col[d]; });
   const Document of = document_of(p.documents, n);
-  const int col = (tile - p.cols.first[n]) * p.cols.side;
+  const int col = (tile - first_col[n]) * p.cols.side;
   write_col_tile(p.cols, tile, of.col + col, min(p.cols.side, of.cols - col));
 }
 

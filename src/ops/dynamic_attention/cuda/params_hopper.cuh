@@ -76,14 +76,45 @@ struct ColTiles {
   int *tokens, *used;
 };
 
-/// From documents: a row tile has at most kDocumentRuns runs.
-inline constexpr int kDocumentRuns = 8;
+/// From documents: a row tile has at most kDocumentRuns runs. Up to kFewDocuments each CTA finds the first tiles
+/// itself.
+inline constexpr int kDocumentRuns = 8, kFewDocuments = 510;
 struct DocumentWalkParams : RowTiles {
   Documents documents;
-  int capacity;     ///< of row tiles
-  int* first_tile;  ///< of each document and of the rows before and behind them, and the end of the last
-  ColTiles cols;
+  int capacity;       ///< of row tiles
+  int* first_tile;    ///< of each document and of the rows before and behind them, and the end of the last; of few
+                      ///< documents the last entry alone is written
+  ColTiles cols;      ///< likewise
   OrderParams order;  ///< as BlockWalkParams has it
 };
+
+/// Selected key blocks. A CTA has a warp for 16 query heads of a key head and a query, so `queries` = 8 / warps_each
+/// neighbouring queries are in a tile; another warpgroup fetches the blocks that any of them has.
+struct SelectedParams {
+  Map k, v;  ///< (column, key, key head, batch), boxes of 64 columns and as many keys as a kernel multiplies at once
+  attention_op::InputArg q, d_o;
+  attention_op::OutputArg out, lse;      ///< out: the result, or the gradient of q
+  const attention_op::RowStats* stats;   ///< of gradients: of each (batch, query head, query)
+  const unsigned* words;                 ///< bits of (batch, key head, query): words_row each
+  const IntervalArg* intervals;          ///< keys that a query may see at all
+  int words_row, block;                  ///< keys of a block
+  int queries, batch, key_heads, group;  ///< group: query heads of a key head
+  int warps_each, tiles;                 ///< warps of a query; tiles of a key head
+  int depth, value_depth;
+  float scale, scale_2;  ///< scale_2: so that exponents are of 2
+};
+inline constexpr int kSelectedWarps = 8, kSelectedThreads = 32 * (kSelectedWarps + 4);
+inline constexpr int kSelectedKeys = 64;  ///< of a stage
+/// Bytes of a tile's queries, or of their gradients' too, and of a stage's keys and values.
+constexpr int selected_own(int depth, bool gradient) { return kSelectedWarps * 16 * 2 * depth * (gradient ? 2 : 1); }
+constexpr int selected_stage(int depth) { return 2 * kSelectedKeys * 2 * depth; }
+constexpr int selected_stages(int depth, bool gradient) {
+  constexpr int kMost = 8, kRoom = 224 * 1024;
+  const int there = (kRoom - selected_own(depth, gradient)) / selected_stage(depth);
+  return there < kMost ? there : kMost;
+}
+constexpr int selected_shared(int depth, bool gradient) {
+  return 1024 + selected_own(depth, gradient) + selected_stages(depth, gradient) * selected_stage(depth);
+}
 
 }  // namespace fretwork::dynamic_attention_op::hopper

@@ -43,7 +43,10 @@ __global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extra
   using Stats = typename Score<Extras>::Stats;
   __shared__ __align__(sizeof(Stats)) Stats stats[Keys ? 2 : 1][Keys ? kCols : kRows];
 
-  const Item item = item_of(p.plan, p.heads, Keys);
+  Item item = item_of(p.plan, p.heads, Keys);
+  if (!find_piece(p.plan, item)) {
+    return;
+  }
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const shared_tile<kLine> first{shared_address(memory)}, second{first.base + kParts * kRows * kLine};
   const u32 ring = second.base + kParts * kRows * kLine;
@@ -193,13 +196,20 @@ __global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extra
   copy_async_wait<0>();
 
   const Staging<Depth> staging{reinterpret_cast<float*>(memory)};
+  const auto store = [&](const auto& sums, const OutputArg& out, int which, int depth, float factor) {
+    if (is_part(p.plan, item)) {
+      store_gradient<float, Depth, kRows, kThreads>(sums, staging, part_of(p.plan, item, which), item, tables.token,
+                                                    warp_row, part * kPart, depth, factor, false);
+    } else {
+      store_gradient<T, Depth, kRows, kThreads>(sums, staging, out, item, tables.token, warp_row, part * kPart, depth,
+                                                factor, p.add);
+    }
+  };
   if constexpr (First) {
-    store_gradient<T, Depth, kRows, kThreads>(d_first, staging, p.d_first, item, tables.token, warp_row, part * kPart,
-                                              p.depth, p.score.scale, p.add);
+    store(d_first, p.d_first, 0, p.depth, p.score.scale);
   }
   if constexpr (Second) {
-    store_gradient<T, Depth, kRows, kThreads>(d_second, staging, p.d_second, item, tables.token, warp_row, part * kPart,
-                                              p.value_depth, Extras ? p.score.kept : 1.0f, p.add);
+    store(d_second, p.d_second, 1, p.value_depth, Extras ? p.score.kept : 1.0f);
   }
 }
 

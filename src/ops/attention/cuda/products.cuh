@@ -13,6 +13,8 @@ struct Fragments {
   u32 base;
 
   __device__ __forceinline__ Fragments(shared_tile<Bytes> tile, u32 line, u32 half) : base(tile.chunk(line, half)) {}
+  /// Of a tile in another order of chunks, in which they are permuted by the lowest three bits of the line too.
+  __device__ __forceinline__ explicit Fragments(u32 first) : base(first) {}
   __device__ __forceinline__ u32 operator()(int line, int entry) const {
     return (base ^ static_cast<u32>(entry / 16 % 4 * 32)) + static_cast<u32>(entry / 64 * 128 + line * Bytes);
   }
@@ -80,10 +82,17 @@ __device__ __forceinline__ void multiply_lines(register_sums<Frags, Cols / 8>& s
   }
 }
 
-/// sums += left·right: left in fragments, 16 along K each, and right's lines run across K.
-template <typename T, int Depth, int Frags, int Cols, int Bytes>
+/// What multiply_across does to right's fragments: nothing.
+struct keep_all {
+  __device__ __forceinline__ void operator()(int, u32 (&)[4]) const {}
+};
+
+/// sums += left·right: left in fragments, 16 along K each, and right's lines run across K. keep(k, fragments) may
+/// change those of the k-th 16 lines first.
+template <typename T, int Depth, int Frags, int Cols, int Bytes, typename Keep = keep_all>
 __device__ __forceinline__ void multiply_across(register_sums<Frags, Depth / 8>& sums,
-                                                const u32 (&left)[Cols / 16][Frags][4], const Fragments<Bytes>& right) {
+                                                const u32 (&left)[Cols / 16][Frags][4], const Fragments<Bytes>& right,
+                                                const Keep& keep = {}) {
   constexpr int kAcross = Depth / 16, kAll = Cols / 16 * kAcross, kRing = kAhead + 1;
   u32 b[kRing][4];
   const auto ask = [&](int n) { ldmatrix_trans(b[n % kRing], right(n / kAcross * 16, n % kAcross * 16)); };
@@ -96,6 +105,7 @@ __device__ __forceinline__ void multiply_across(register_sums<Frags, Depth / 8>&
     if (n + kAhead < kAll) {
       ask(n + kAhead);
     }
+    keep(n / kAcross, b[n % kRing]);
 #pragma unroll
     for (int i = 0; i < Frags; ++i) {
       mma_sync<T>(sums.at[i][n % kAcross * 2], left[n / kAcross][i], b[n % kRing][0], b[n % kRing][1]);
@@ -104,23 +114,30 @@ __device__ __forceinline__ void multiply_across(register_sums<Frags, Depth / 8>&
   }
 }
 
-/// The same where left is what an earlier product left in registers.
+/// What a product left in registers, as the left operand of another.
+template <typename T, int Frags, int Eights>
+__device__ __forceinline__ void narrow_sums(u32 (&left)[Eights / 2][Frags][4],
+                                            const register_sums<Frags, Eights>& sums) {
+#pragma unroll
+  for (int k = 0; k < Eights / 2; ++k) {
+#pragma unroll
+    for (int i = 0; i < Frags; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float* from = sums.at[i][2 * k + e / 2] + e % 2 * 2;
+        left[k][i][e] = narrow_pair<T>(from[0], from[1]);
+      }
+    }
+  }
+}
+
+/// multiply_across where left is what an earlier product left in registers.
 template <typename T, int Depth, int Frags, int Cols, int Bytes>
 __device__ __forceinline__ void multiply_sums(register_sums<Frags, Depth / 8>& sums,
                                               const register_sums<Frags, Cols / 8>& left,
                                               const Fragments<Bytes>& right) {
   u32 a[Cols / 16][Frags][4];
-#pragma unroll
-  for (int k = 0; k < Cols / 16; ++k) {
-#pragma unroll
-    for (int i = 0; i < Frags; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float* from = left.at[i][2 * k + e / 2] + e % 2 * 2;
-        a[k][i][e] = narrow_pair<T>(from[0], from[1]);
-      }
-    }
-  }
+  narrow_sums<T>(a, left);
   multiply_across<T, Depth, Frags, Cols>(sums, a, right);
 }
 

@@ -412,7 +412,10 @@ __global__ void __launch_bounds__(256) simple_backward(const __grid_constant__ P
   float *const first = lines, *const second = first + Shape::kTile, *const a = second + Shape::kTile,
                *const b = a + Shape::kTile, *const exchange = b + Shape::kTile;
 
-  const Item item = item_of(p.plan, p.heads, Keys);
+  Item item = item_of(p.plan, p.heads, Keys);
+  if (!find_piece(p.plan, item)) {
+    return;
+  }
   tables.fill(p.plan, item.tile, p.padding, item.batch);
   __syncthreads();
   const auto fill_rows = [&](float* to, const InputArg& from, int depth, int slice) {
@@ -470,9 +473,13 @@ __global__ void __launch_bounds__(256) simple_backward(const __grid_constant__ P
     each_slice<Depth, true>(p.depth, fill_a,
                             [&](int slice) { add_lines<Depth, Tf32>(d_first, g, exchange, a, slice); });
   }
-  store_simple<Depth>(d_first, p.d_first, item, tables.token, p.depth, p.score.scale, p.add);
+  const auto store = [&](auto& sums, const OutputArg& out, int which, int depth, float factor) {
+    store_simple<Depth>(sums, is_part(p.plan, item) ? part_of(p.plan, item, which) : out, item, tables.token, depth,
+                        factor, p.add);
+  };
+  store(d_first, p.d_first, 0, p.depth, p.score.scale);
   if constexpr (Keys) {
-    store_simple<Depth>(d_second, p.d_second, item, tables.token, p.value_depth, p.score.kept, p.add);
+    store(d_second, p.d_second, 1, p.value_depth, p.score.kept);
   }
 }
 

@@ -63,10 +63,18 @@ struct Item {
   int tile, batch;
   int head;                        ///< of the rows: a query head, or a key head
   int first_member, member_count;  ///< the key head's query heads
+  int part = 0, slot = -1;         ///< of plans that split a tile's steps: which part, and where its sums are left
 };
 /// The row tile that the n-th CTA of a (batch, head) takes.
 __device__ __forceinline__ int tile_at(const ComponentArg& plan, u32 n, bool /*rows_are_keys*/) {
   return plan.by_work[n];
+}
+/// Plans that split tiles find here which tile an item is. False: there is none.
+__device__ __forceinline__ bool find_piece(const ComponentArg& /*plan*/, Item& /*item*/) { return true; }
+/// Whether an item is one of several parts of a tile. Its gradients are then sums in float of their own.
+__device__ __forceinline__ bool is_part(const ComponentArg& /*plan*/, const Item& /*item*/) { return false; }
+__device__ __forceinline__ OutputArg part_of(const ComponentArg& /*plan*/, const Item& /*item*/, int /*which*/) {
+  return {};
 }
 /// CTAs that run together share a head's keys where lengths allow.
 template <typename Plan>

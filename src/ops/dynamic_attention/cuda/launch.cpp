@@ -16,9 +16,11 @@
 #include "fretwork/error.h"
 #include "fretwork/patterns.h"
 #include "ops/attention/cuda/families.h"
+#include "ops/attention/cuda/hopper_launch.h"
 #include "ops/attention/cuda/operands.h"
 #include "ops/dynamic_attention/cuda/config.h"
 #include "ops/dynamic_attention/cuda/hopper.h"
+#include "ops/dynamic_attention/cuda/selected.h"
 #include "ops/dynamic_attention/cuda/walks.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
@@ -94,10 +96,8 @@ class Walks {
     if (p_.keys.form != Form::documents) {
       bits_.emplace(p_.keys, transposed, context);
     }
-    if (p_.keys.form == Form::selected && transposed) {
-      lists_.emplace(p_.keys, *bits_, context);
-    }
   }
+  const BlockBits& bits() const { return *bits_; }
   /// Rows that a tile may have: it does not leave its block. Longer documents than their bound have more tiles.
   std::int64_t most_rows(bool keys) const {
     if (p_.keys.form == Form::documents) {
@@ -142,11 +142,18 @@ class Walks {
   /// Of a selection: the queries of each key block.
   GatherArg gather(const KernelShape& shape) {
     GatherArg walk = make<GatherArg>(shape, true);
-    walk.tokens = lists_->tokens();
-    walk.list_first = lists_->first();
-    walk.list_heads = static_cast<int>(p_.keys.heads);
+    if (!lists_) {
+      lists_.emplace(p_, *bits_, static_cast<int>(std::min<std::int64_t>(walk.row_block, shape.rows)), context_);
+    }
+    lists_->set(walk);
     walk.row_blocks = static_cast<int>(p_.keys.cols);
     return walk;
+  }
+  /// After the kernels of the gradients of keys and values.
+  void finish_keys(const attention_op::BackwardProblem& b) const {
+    if (lists_) {
+      lists_->join(b, context_);
+    }
   }
 
   /// Of a selection: the query heads of one query are the rows, queries the batch. Of batch element b.
@@ -273,6 +280,10 @@ attention_op::ForwardParams forward_params(const attention_op::Problem& p, const
 
 void run_forward(const Problem& problem, Context& context) {
   const attention_op::Problem& p = problem.attention;
+  if (hopper::fits_selected(problem, context)) {
+    hopper::selected_forward(problem, context);
+    return;
+  }
   Walks walks(problem, false, context);
   if (problem.keys.form != Form::selected) {
     const Config config = config_for(Pass::forward, p, walks.most_rows(false), context);
@@ -295,13 +306,14 @@ void run_forward(const Problem& problem, Context& context) {
 
 // ---------------------------------------------------------------------------------------------------- gradients
 
-/// Statistics of the rows.
+/// Statistics of the rows. `wide`: of operands that attention's Hopper kernels read.
 class Stats {
  public:
-  Stats(const attention_op::BackwardProblem& b, const RowSum* sums, Context& context)
+  Stats(const attention_op::BackwardProblem& b, const RowSum* sums, bool wide, Context& context)
       : memory_(context, static_cast<std::size_t>(b.forward.batch * b.forward.heads * b.forward.rows) *
                              (scored(b.forward) ? sizeof(ScoreStats) : sizeof(RowStats))) {
-    attention_op::launch_statistics(b, scored(b.forward), memory_.data(), sums, context);
+    wide ? attention_op::hopper::launch_statistics(b, memory_.data(), false, context)
+         : attention_op::launch_statistics(b, scored(b.forward), memory_.data(), sums, context);
   }
   const void* data() const { return memory_.data(); }
 
@@ -341,7 +353,7 @@ void selected_query_gradient(const attention_op::BackwardProblem& problem, Walks
   for (std::int64_t b = 0; b < p.batch; ++b) {
     const attention_op::BackwardProblem turned = heads_as_rows(problem, b);
     const attention_op::Problem& f = turned.forward;
-    const Stats stats(turned, nullptr, context);
+    const Stats stats(turned, nullptr, false, context);
     const Input q(f.q, {f.batch, f.heads, f.rows, p.depth}, p.dtype, context);
     const Input d_o(turned.d_o, {f.batch, f.heads, f.rows, p.value_depth}, p.dtype, context);
     const SharedInput k(f.k, p, p.depth, context), v(f.v, p, p.value_depth, context);
@@ -365,7 +377,7 @@ struct Given {
   Workspace sums;
   Stats stats;
 
-  Given(const BackwardProblem& b, const Problem& f, Walks& all, Context& context)
+  Given(const BackwardProblem& b, const Problem& f, Walks& all, bool wide, Context& context)
       : forward(f),
         problem(b.attention),
         walks(all),
@@ -373,7 +385,7 @@ struct Given {
         d_o(problem.d_o, {f.attention.batch, f.attention.heads, f.attention.rows, f.attention.value_depth},
             f.attention.dtype, context),
         sums(context, may_be_large(f.attention) ? sums_bytes(f.attention) : 0),
-        stats(problem, find_sums(context), context) {}
+        stats(problem, find_sums(context), wide, context) {}
 
  private:
   static std::size_t sums_bytes(const attention_op::Problem& p) {
@@ -423,6 +435,7 @@ void key_gradients(const Given& given, Context& context) {
   for (const Config& config : key_configs(given.problem, given.walks.most_rows(true), context)) {
     launch(config, params, given.walks.any(config, true), context);
   }
+  given.walks.finish_keys(given.problem);
 }
 
 /// Sums in float: element by element, or over the columns of tiles whose rows are queries or keys.
@@ -491,15 +504,18 @@ void run_backward(const BackwardProblem& problem, Context& context) {
   const bool selected = problem.keys.form == Form::selected;
   const bool keys = b.d_k.data != nullptr || b.d_v.data != nullptr;
   Walks walks(forward, keys || b.d_bias.data != nullptr, context);
-  if (selected && b.d_q.data != nullptr) {
+  const bool apart = selected && !hopper::fits_selected(forward, context);  // queries are the batch
+  if (apart && b.d_q.data != nullptr) {
     selected_query_gradient(b, walks, context);
   }
-  if (selected && !keys) {
+  if (apart && !keys) {
     return;
   }
-  const Given given(problem, forward, walks, context);
-  if (!selected && b.d_q.data != nullptr) {
-    query_gradient(given, context);
+  const Given given(problem, forward, walks, selected && !apart && attention_op::hopper::fits(b, context), context);
+  if (!apart && b.d_q.data != nullptr) {
+    selected ? hopper::selected_query_gradient(b, problem.keys, walks.bits(), given.in.q.arg(), given.d_o.arg(),
+                                               static_cast<const RowStats*>(given.stats.data()), context)
+             : query_gradient(given, context);
   }
   if (keys) {
     key_gradients(given, context);

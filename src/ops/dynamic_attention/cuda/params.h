@@ -34,11 +34,22 @@ struct ScatterArg : WalkArg {
   int col_shift;  ///< the logarithm of col_block
 };
 
+/// An item of a list's lines: a row tile, or a part of its tokens, whose sums in float are left in a slot. tile −1: no
+/// item. slot −1: the tile is whole.
+struct PieceArg {
+  int tile, part, slot;
+};
+
 /// Columns come from lists of tokens, ascending: those of (batch b, head h, row block r) are tokens [first[n], first[n
-/// + 1]) with n = (b·list_heads + h)·(row_blocks + 1) + r.
+/// + 1]) with n = (b·list_heads + h)·(row_blocks + 1) + r. Long ones are split: items of a list are `pieces`,
+/// row_tile_count of them.
 struct GatherArg : WalkArg {
   const int *tokens, *list_first;
   int list_heads, row_blocks;
+  const PieceArg* pieces;
+  int piece_tokens;       ///< that a part has at most
+  float* sums[2];         ///< of slots: of gradients, or null where one is not wanted
+  int side, sum_line[2];  ///< rows of a tile, floats of a row
 };
 
 /// Attention's parameters, with another plan in the place of theirs.
@@ -77,12 +88,26 @@ struct TransposeParams {
   int row_tiles, col_tiles;
 };
 
-/// Lists of the bits that are set. count: first[n + 1] = how many; scan: first[n] = how many before; fill: tokens.
+/// Lists of the bits that are set. count: first[n + 1] = how many; scan: first[n] = how many before, and the pieces of
+/// lines; fill: tokens.
 struct ListParams {
   const unsigned* words;
   int *first, *tokens;
   int lines, words_row;   ///< of a list
   long long lists, room;  ///< room: tokens of a list
+  int* first_piece;       ///< of each row tile
+  PieceArg* pieces;       ///< of each list `capacity`
+  int tiles, tiles_each;  ///< row tiles of a list, of a line
+  int capacity, piece_tokens;
+};
+
+/// Adds up the pieces of each row tile that has several.
+struct JoinParams {
+  const int* first_piece;
+  int tiles, ctas_each, capacity, list_heads, side, rows;
+  const float* sums[2];
+  int sum_line[2], depth[2];
+  attention_op::OutputArg out[2];  ///< absent when data is null
 };
 
 /// Documents side by side: where each begins among all rows and columns, and at last where the last one ends.

@@ -4,6 +4,7 @@
 
 #include "device/scan.cuh"
 #include "device/types.cuh"
+#include "ops/attention/cuda/walk.cuh"
 #include "ops/dynamic_attention/cuda/bits.cuh"
 #include "ops/dynamic_attention/cuda/documents.cuh"
 
@@ -66,12 +67,57 @@ __global__ void __launch_bounds__(dynamic_attention_op::kThreads)
   }
 }
 
-/// Sums of the counts before each: a CTA for each list.
+/// Sums of the counts before each, and the pieces of each row tile: a CTA for each list.
 __global__ void __launch_bounds__(dynamic_attention_op::kScanThreads)
     scan_tokens(const __grid_constant__ dynamic_attention_op::ListParams p) {
+  constexpr int kThreads = dynamic_attention_op::kScanThreads;
   int* const first = p.first + static_cast<i64>(blockIdx.x) * (p.lines + 1);
-  scan_counts<dynamic_attention_op::kScanThreads>(first, p.lines, static_cast<int>(blockIdx.x * p.room),
-                                                  [&](int n) { return first[n + 1]; });
+  scan_counts<kThreads>(first, p.lines, static_cast<int>(blockIdx.x * p.room), [&](int n) { return first[n + 1]; });
+  __syncthreads();
+  int* const pieces = p.first_piece + static_cast<i64>(blockIdx.x) * (p.tiles + 1);
+  scan_counts<kThreads>(pieces, p.tiles, 0, [&](int tile) {
+    const int line = tile / p.tiles_each;
+    return max((first[line + 1] - first[line] + p.piece_tokens - 1) / p.piece_tokens, 1);
+  });
+  __syncthreads();
+  const int before = static_cast<int>(blockIdx.x) * p.capacity;
+  for (int tile = static_cast<int>(threadIdx.x); tile < p.tiles; tile += kThreads) {
+    const int begin = pieces[tile], count = pieces[tile + 1] - begin;
+    for (int n = 0; n < count; ++n) {
+      p.pieces[before + begin + n] = {tile, n, count > 1 ? before + begin + n : -1};
+    }
+  }
+  for (int n = pieces[p.tiles] + static_cast<int>(threadIdx.x); n < p.capacity; n += kThreads) {
+    p.pieces[before + n] = {-1, 0, -1};
+  }
+}
+
+/// Sums of the pieces of a row tile, in their order. A thread has four neighbours of a row; each tile of each list
+/// has ctas_each CTAs for either gradient.
+template <typename T>
+__global__ void __launch_bounds__(dynamic_attention_op::kThreads)
+    join_pieces(const __grid_constant__ dynamic_attention_op::JoinParams p) {
+  const int which = static_cast<int>(blockIdx.x) % 2, cta = static_cast<int>(blockIdx.x) / 2;
+  const int index = cta / p.ctas_each, list = index / p.tiles, tile = index - list * p.tiles;
+  const int* const pieces = p.first_piece + static_cast<i64>(list) * (p.tiles + 1) + tile;
+  const int count = pieces[1] - pieces[0], batch = list / p.list_heads, head = list - batch * p.list_heads;
+  const int line = p.sum_line[which], groups = line / 4;
+  const int n = (cta - index * p.ctas_each) * dynamic_attention_op::kThreads + static_cast<int>(threadIdx.x);
+  const int at = n / groups, row = tile * p.side + at, col = n % groups * 4;
+  const attention_op::OutputArg& out = p.out[which];
+  if (count < 2 || out.data == nullptr || at >= p.side || row >= p.rows) {
+    return;
+  }
+  const i64 apart = static_cast<i64>(p.side) * line;
+  const float* const from = p.sums[which] + (static_cast<i64>(list) * p.capacity + pieces[0]) * apart + 4 * n;
+  float sum[4] = {};
+#pragma unroll 8
+  for (int piece = 0; piece < count; ++piece) {
+    const float4 x = *reinterpret_cast<const float4*>(from + piece * apart);
+    sum[0] += x.x, sum[1] += x.y, sum[2] += x.z, sum[3] += x.w;
+  }
+  T* const to = static_cast<T*>(out.data) + batch * out.batch + head * out.head + row * out.row;
+  store_some<T, 4>(to, out, col, p.depth[which], sum);
 }
 
 /// The tokens of each line in ascending order: a warp for each.

@@ -110,6 +110,28 @@ __device__ __forceinline__ u32 used_word(const WalkArg&, const Step& step, int) 
   return step.tile.used == kAbsent ? 0u : ~0u;
 }
 
+__device__ __forceinline__ int tile_at(const GatherArg& /*plan*/, u32 n, bool /*rows_are_keys*/) {
+  return static_cast<int>(n);  // an item: find_piece says which tile
+}
+__device__ __forceinline__ bool find_piece(const GatherArg& plan, Item& item) {
+  const PieceArg piece =
+      plan.pieces[static_cast<i64>(item.batch * plan.list_heads + item.head) * plan.row_tile_count + item.tile];
+  item.tile = piece.tile;
+  item.part = piece.part;
+  item.slot = piece.slot;
+  return piece.tile >= 0;
+}
+__device__ __forceinline__ bool is_part(const GatherArg& /*plan*/, const Item& item) { return item.slot >= 0; }
+__device__ __forceinline__ OutputArg part_of(const GatherArg& plan, const Item& item, int which) {
+  float* const sums = plan.sums[which];
+  if (sums == nullptr) {
+    return {};
+  }
+  const int line = plan.sum_line[which];
+  const i64 row = static_cast<i64>(item.slot) * plan.side - static_cast<i64>(item.tile) * plan.side;
+  return {sums + row * line, 0, 0, line, 1, true};
+}
+
 __device__ __forceinline__ int column_at(const GatherArg& plan, const Step& step, const Place&, int n) {
   return n < count_of(step) ? plan.tokens[step.tile.base + n] : -1;
 }
@@ -304,8 +326,9 @@ class Walk<Members, dynamic_attention_op::GatherArg> {
                              static_cast<i64>(item.batch * plan.list_heads + item.head) * (plan.row_blocks + 1) +
                              base / plan.row_block;
     const int from = first[0], count = first[1] - first[0];
-    begin_ = from + dynamic_attention_op::count_below(plan.tokens + from, count, reach_.first);
-    end_ = from + dynamic_attention_op::count_below(plan.tokens + from, count, reach_.last);
+    const int part = item.part * plan.piece_tokens, part_end = item.slot < 0 ? count : part + plan.piece_tokens;
+    begin_ = from + max(dynamic_attention_op::count_below(plan.tokens + from, count, reach_.first), part);
+    end_ = from + min(dynamic_attention_op::count_below(plan.tokens + from, count, reach_.last), part_end);
     at_ = begin_;
   }
 

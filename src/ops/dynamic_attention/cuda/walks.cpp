@@ -23,10 +23,17 @@ constexpr const char* kKernels[] = {"write_bits",   "transpose_bits", "count_tok
 
 KernelSpec spec(const char* name) { return {kSource, std::string("fretwork::") + name}; }
 
+KernelSpec join_spec(DType dtype) {
+  return {kSource, std::string("fretwork::join_pieces<") + device_type(dtype) + ">"};
+}
+
 std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
   std::vector<KernelSpec> list;
   for (const char* const name : kKernels) {
     list.push_back(spec(name));
+  }
+  for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+    list.push_back(join_spec(dtype));
   }
   return list;
 }
@@ -136,23 +143,94 @@ BlockBits::BlockBits(const Keys& keys, bool transposed, Context& context)
   }
 }
 
-QueryLists::QueryLists(const Keys& keys, const BlockBits& bits, Context& context)
-    : first_(context, bytes_of(keys.batch * keys.heads * (keys.cols + 1))),
-      tokens_(context, bytes_of(keys.batch * keys.heads * keys.rows * std::max<std::int64_t>(keys.entries, 1))) {
+namespace {
+
+/// Tokens of a piece: so that all multiprocessors have several, and a piece some steps of 64 columns for each member.
+int piece_tokens(const Problem& problem, Context& context) {
+  constexpr std::int64_t kPieces = 16, kSteps = 32, kCols = 64;  // of a multiprocessor; of a piece
+  const Keys& keys = problem.keys;
+  const std::int64_t all = keys.batch * keys.heads * keys.rows * std::max<std::int64_t>(keys.entries, 1);
+  const std::int64_t group = problem.attention.heads / problem.attention.kv_heads;
+  const int processors = driver::device_info(context.device.index).multiprocessors;
+  const std::int64_t tokens = std::max(ceil_div(all, kPieces * processors), ceil_div(kSteps * kCols, group));
+  return static_cast<int>(std::min(ceil_div(tokens, kCols) * kCols, std::int64_t{1} << 30));
+}
+
+}  // namespace
+
+QueryLists::QueryLists(const Problem& problem, const BlockBits& bits, int side, Context& context)
+    : list_heads_(static_cast<int>(problem.keys.heads)),
+      side_(side),
+      tiles_(static_cast<int>(ceil_div(problem.attention.cols, side))),
+      piece_tokens_(piece_tokens(problem, context)),
+      sum_line_{static_cast<int>(ceil_div(problem.attention.depth, 8) * 8),
+                static_cast<int>(ceil_div(problem.attention.value_depth, 8) * 8)},
+      lists_(problem.keys.batch * problem.keys.heads),
+      room_(problem.keys.rows * std::max<std::int64_t>(problem.keys.entries, 1)),
+      tiles_each_(static_cast<int>(ceil_div(problem.keys.block_cols, side))),
+      capacity_(tiles_ + tiles_each_ * static_cast<int>(room_ / piece_tokens_)),
+      first_(context, bytes_of(lists_ * (problem.keys.cols + 1))),
+      tokens_(context, bytes_of(lists_ * room_)),
+      first_piece_(context, bytes_of(lists_ * (tiles_ + 1))),
+      pieces_(context, static_cast<std::size_t>(lists_ * capacity_) * sizeof(PieceArg)),
+      sums_(context, bytes_of(lists_ * capacity_ * side_ * (sum_line_[0] + sum_line_[1]))) {
+  if (lists_ * (room_ + capacity_) > std::numeric_limits<int>::max()) {
+    throw Error("selected_attention", "indices", "fewer than 2^31 entries", std::to_string(lists_ * room_));
+  }
   ListParams lists{};
   lists.words = bits.transposed();
   lists.first = static_cast<int*>(first_.data());
   lists.tokens = static_cast<int*>(tokens_.data());
-  lists.lines = static_cast<int>(keys.cols);
+  lists.lines = static_cast<int>(problem.keys.cols);
   lists.words_row = bits.transposed_row();
-  lists.lists = keys.batch * keys.heads;
-  lists.room = keys.rows * keys.entries;
-  if (lists.lists * lists.room > std::numeric_limits<int>::max()) {
-    throw Error("selected_attention", "indices", "fewer than 2^31 entries", std::to_string(lists.lists * lists.room));
-  }
+  lists.lists = lists_;
+  lists.room = room_;
+  lists.first_piece = static_cast<int*>(first_piece_.data());
+  lists.pieces = static_cast<PieceArg*>(pieces_.data());
+  lists.tiles = tiles_;
+  lists.tiles_each = tiles_each_;
+  lists.capacity = capacity_;
+  lists.piece_tokens = piece_tokens_;
   launch_warps("count_tokens", lists.lists * lists.lines, lists, context);
   launch("scan_tokens", lists.lists, kScanThreads, lists, context);
   launch_warps("write_tokens", lists.lists * lists.lines, lists, context);
+}
+
+float* QueryLists::sums(int which) const {
+  return static_cast<float*>(sums_.data()) + (which == 0 ? 0 : lists_ * capacity_ * side_ * sum_line_[0]);
+}
+
+void QueryLists::set(GatherArg& walk) const {
+  walk.tokens = static_cast<const int*>(tokens_.data());
+  walk.list_first = static_cast<const int*>(first_.data());
+  walk.list_heads = list_heads_;
+  walk.row_tile_count = capacity_;
+  walk.pieces = static_cast<const PieceArg*>(pieces_.data());
+  walk.piece_tokens = piece_tokens_;
+  walk.side = side_;
+  for (const int which : {0, 1}) {
+    walk.sums[which] = sums(which);
+    walk.sum_line[which] = sum_line_[which];
+  }
+}
+
+void QueryLists::join(const attention_op::BackwardProblem& b, Context& context) const {
+  JoinParams params{};
+  params.first_piece = static_cast<const int*>(first_piece_.data());
+  params.tiles = tiles_;
+  params.ctas_each = static_cast<int>(ceil_div(side_ * std::max(sum_line_[0], sum_line_[1]) / 4, kThreads));
+  params.capacity = capacity_;
+  params.list_heads = list_heads_;
+  params.side = side_;
+  params.rows = static_cast<int>(b.forward.cols);
+  for (const int which : {0, 1}) {
+    params.sums[which] = sums(which);
+    params.sum_line[which] = sum_line_[which];
+    params.depth[which] = static_cast<int>(which == 0 ? b.forward.depth : b.forward.value_depth);
+    params.out[which] = attention_op::output_arg(which == 0 ? b.d_k : b.d_v, b.forward.dtype);
+  }
+  get_kernel(join_spec(b.forward.dtype), context.device.index)
+      .launch(lists_ * tiles_ * params.ctas_each * 2, kThreads, 0, &params, context.stream);
 }
 
 Documents documents_of(const Problem& problem, bool transposed) {

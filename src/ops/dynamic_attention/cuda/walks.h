@@ -45,15 +45,23 @@ class BlockBits {
   Workspace words_, transposed_;
 };
 
-/// For each key block of a selection the queries that have it.
+/// For each key block of a selection the queries that have it. Row tiles of `side` keys whose list is long are split
+/// into pieces, so that no CTA has much more to do than others: nearly all queries may have the same block.
 class QueryLists {
  public:
-  QueryLists(const Keys& keys, const BlockBits& bits, Context& context);
-  const int* first() const { return static_cast<const int*>(first_.data()); }
-  const int* tokens() const { return static_cast<const int*>(tokens_.data()); }
+  QueryLists(const Problem& problem, const BlockBits& bits, int side, Context& context);
+  /// Sets what a walk needs of them, with room for the sums of pieces.
+  void set(GatherArg& walk) const;
+  /// After the gradients' kernels: adds up pieces.
+  void join(const attention_op::BackwardProblem& problem, Context& context) const;
 
  private:
-  Workspace first_, tokens_;
+  float* sums(int which) const;
+
+  int list_heads_, side_, tiles_, piece_tokens_, sum_line_[2];
+  std::int64_t lists_, room_;  ///< room: tokens of a list
+  int tiles_each_, capacity_;  ///< row tiles of a block; pieces of a list
+  Workspace first_, tokens_, first_piece_, pieces_, sums_;
 };
 
 /// Documents as kernels see them. `transposed`: rows are keys.

@@ -6,7 +6,8 @@
 
 TFLOP/s count the scores that are there, two products forward and five backward. Tensors that name keys are random and
 made before the clock starts; the work on them is in the times. Selections stand beside dense causal attention by cuDNN,
-documents beside torch's varlen_attn and compiled FlexAttention, with its mask kept or made in each call.
+documents beside torch's varlen_attn and compiled FlexAttention, with its mask kept or made in each call (`both`: a
+forward and a backward pass).
 `walk` sums up the kernels that write walks, `host` is the host's time of a small call in inference mode.
 """
 
@@ -219,7 +220,12 @@ def measure(case: Case, device: torch.device, depth: int) -> Iterator[dict[str, 
     backward: dict[str, Callable[[], object]] = {
         p: partial(torch.autograd.grad, o, inputs, weight, retain_graph=True) for p, o in results.items()
     }
-    for which, products, calls in (("forward", 2, forward), ("backward", 5, backward)):
+    both: dict[str, Callable[[], object]] = {
+        p: lambda call=call: torch.autograd.grad(call(*inputs), inputs, weight)  # type: ignore[misc]
+        for p, call in peers.items()
+        if "flex" in peers  # whose masks are made in the forward pass alone
+    }
+    for which, products, calls in (("forward", 2, forward), ("backward", 5, backward), ("both", 7, both)):
         for peer, ms in times(calls, device).items():
             rate = 2 * products * depth * scores / ms / 1e9
             facts = {**machine(device), "dtype": str(inputs[0].dtype).removeprefix("torch.")}

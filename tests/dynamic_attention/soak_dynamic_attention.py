@@ -29,7 +29,7 @@ PATTERNS = (None, "causal", "window", "prefix", "local", "block causal", "docume
 # Rounding of a result or of an operand, and what a score is off by for each unit of the products that it sums.
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23}
 SCORE = {None: 1e-6, "ieee": 1e-6, "tf32": 2.0**-10}
-MOST_SCORES, LARGE = 1 << 20, 12  # of a problem; one in so many is large
+MOST_SCORES, LARGE, HUGE = 1 << 20, 12, 150  # of a problem; one in so many is large, or huge
 
 
 @dataclass
@@ -65,7 +65,7 @@ def draw(number: int, seed: int) -> Problem:
     random_ = random.Random(f"{seed} {number}")
     coin = lambda share: random_.random() < share  # noqa: E731
     kind = random_.choice(KINDS)
-    large = number % LARGE == 0
+    large, huge = number % LARGE == 0, number % HUGE == HUGE - 1
     dtype, precision = random_.choice(TYPES)
     side = (16, 32, 64, 128)
     heads_k = random_.choice((1, 1, 2, 3))
@@ -77,11 +77,13 @@ def draw(number: int, seed: int) -> Problem:
         return min(random_.choice((random_.randint(1, most), near)), most)
 
     while True:
-        most = 1024 if large else 320
-        seq = (size(most), size(most))
+        most = 4096 if huge else 1024 if large else 320
+        seq = (random_.randint(1025, most), random_.randint(1025, most)) if huge else (size(most), size(most))
         if coin(0.3):
             seq = (seq[0], seq[0])
-        if batch * heads[0] * seq[0] * seq[1] <= MOST_SCORES * (4 if large else 1):
+        if huge:
+            batch, heads = 1, (2 * heads_k, heads_k)
+        if batch * heads[0] * seq[0] * seq[1] <= MOST_SCORES * (64 if huge else 4 if large else 1):
             break
     regular = random_.choice((16, 32, 64, 64, 96, 128, 128, 192, 256))
     dims = (regular, regular) if coin(0.6) else (random_.randint(1, 160), random_.randint(1, 160))

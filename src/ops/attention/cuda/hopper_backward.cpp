@@ -16,11 +16,6 @@ using driver::uploaded;
 
 using BackwardLaunch = Launch<ScoredBackwardParams>;
 
-/// Heads [first, first + count) of queries, and the key heads they use.
-struct Heads {
-  std::int64_t first, count, kv_first, kv_count;
-};
-
 /// Of a row's statistics: RowStats, or ScoreStats where there are options.
 std::size_t stats_size(const Problem& p) { return score_of(p) != 0 ? sizeof(ScoreStats) : sizeof(RowStats); }
 std::size_t stats_bytes(const Problem& p) {
@@ -42,52 +37,30 @@ std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const He
   const Problem& p = b.forward;
   const bool keys = pass != Pass::d_queries;
   const DeviceComponent& c = prepared.component(at);
-  const Side &queries_side = keys ? c.cols : c.rows, &keys_side = keys ? c.rows : c.cols;
-  const std::array<std::int64_t, 3> sizes{p.batch, heads.count, p.rows}, kv_sizes{p.batch, heads.kv_count, p.cols};
-  const auto q = make_source(from_head(p.q, heads.first, 2), sizes, p.depth, queries_side);
-  const auto d_o = make_source(from_head(b.d_o, heads.first, 2), sizes, p.value_depth, queries_side);
-  const auto k = make_source(from_head(p.k, heads.kv_first, 2), kv_sizes, p.depth, keys_side);
-  const auto v = make_source(from_head(p.v, heads.kv_first, 2), kv_sizes, p.value_depth, keys_side);
-  if (!q || !d_o || !k || !v) {
+  auto params = backward_operands(b, pass, heads, c.rows, c.cols);
+  if (!params) {
     return std::nullopt;
   }
-  ScoredBackwardParams params{};
   if (score_of(p) != 0) {
-    params.more = score_more(p, heads.first, c.rows.order, c.cols.order);
+    params->more = score_more(p, heads.first, c.rows.order, c.cols.order);
   }
-  params.rows[0] = keys ? *k : *q;
-  params.rows[1] = keys ? *v : *d_o;
-  params.cols[0] = keys ? *q : *k;
-  params.cols[1] = keys ? *d_o : *v;
-  params.walk = walk_of(prepared, at);
+  params->walk = walk_of(prepared, at);
   if (!keys) {
-    params.seen = see(p, c, kBackwardShape.cols, params.walk, seen, context);
+    params->seen = see(p, c, kBackwardShape.cols, params->walk, seen, context);
   }
-  params.pieces = uploaded<PieceOf>(prepared.memory, prepared.schedules[at].pieces);
-  const Lines d_v = keys ? lines_of(from_head(b.d_v, heads.kv_first, 2)) : Lines{};
-  params.out[0] = pass == Pass::d_values
-                      ? d_v
-                      : lines_of(keys ? from_head(b.d_k, heads.kv_first, 2) : from_head(b.d_q, heads.first, 2));
-  params.out[1] = d_v;
-  params.stats = reinterpret_cast<const RowStats*>(static_cast<const char*>(stats) +
-                                                   static_cast<std::size_t>(heads.first * p.rows) * stats_size(p));
-  params.stats_batch = static_cast<int>(p.heads * p.rows);
-  params.stats_head = static_cast<int>(p.rows);
-  params.group = static_cast<int>(p.heads / p.kv_heads);
-  params.add = at > 0 || prepared.fill ? 1 : 0;
-  params.depth = static_cast<int>(p.depth);
-  params.value_depth = static_cast<int>(p.value_depth);
-  params.scale = static_cast<float>(p.scale);
-  params.scale_2 = static_cast<float>(p.scale * 1.4426950408889634);
+  params->pieces = uploaded<PieceOf>(prepared.memory, prepared.schedules[at].pieces);
+  params->stats = reinterpret_cast<const RowStats*>(static_cast<const char*>(stats) +
+                                                    static_cast<std::size_t>(heads.first * p.rows) * stats_size(p));
+  params->add = at > 0 || prepared.fill ? 1 : 0;
   const Columns columns = columns_of(p);
   ScoredJoinParams join = join_of(prepared, at);
-  std::copy(std::begin(params.out), std::end(params.out), join.out);
+  std::copy(std::begin(params->out), std::end(params->out), join.out);
   join.lines[0] = pass == Pass::d_values ? columns.values : columns.depth;
-  join.depth[0] = pass == Pass::d_values ? params.value_depth : params.depth;
+  join.depth[0] = pass == Pass::d_values ? params->value_depth : params->depth;
   join.lines[1] = pass == Pass::d_keys && !columns.head_dim_gt_128() ? columns.values : 0;
-  join.depth[1] = params.value_depth;
-  join.merge = params.add;
-  return BackwardLaunch{config_of(pass, p, prepared, at, !keys && !seen.empty()), prepared.schedules[at].grid, params,
+  join.depth[1] = params->value_depth;
+  join.merge = params->add;
+  return BackwardLaunch{config_of(pass, p, prepared, at, !keys && !seen.empty()), prepared.schedules[at].grid, *params,
                         join, prepared.schedules[at].parts};
 }
 
@@ -289,6 +262,39 @@ bool add_all_launches(const BackwardProblem& b, const BackwardPlans& plans, int 
 }
 
 }  // namespace
+
+std::optional<ScoredBackwardParams> backward_operands(const BackwardProblem& b, Pass pass, const Heads& heads,
+                                                      const Side& rows, const Side& cols) {
+  const Problem& p = b.forward;
+  const bool keys = pass != Pass::d_queries;
+  const Side &queries_side = keys ? cols : rows, &keys_side = keys ? rows : cols;
+  const std::array<std::int64_t, 3> sizes{p.batch, heads.count, p.rows}, kv_sizes{p.batch, heads.kv_count, p.cols};
+  const auto q = make_source(from_head(p.q, heads.first, 2), sizes, p.depth, queries_side);
+  const auto d_o = make_source(from_head(b.d_o, heads.first, 2), sizes, p.value_depth, queries_side);
+  const auto k = make_source(from_head(p.k, heads.kv_first, 2), kv_sizes, p.depth, keys_side);
+  const auto v = make_source(from_head(p.v, heads.kv_first, 2), kv_sizes, p.value_depth, keys_side);
+  if (!q || !d_o || !k || !v) {
+    return std::nullopt;
+  }
+  ScoredBackwardParams params{};
+  params.rows[0] = keys ? *k : *q;
+  params.rows[1] = keys ? *v : *d_o;
+  params.cols[0] = keys ? *q : *k;
+  params.cols[1] = keys ? *d_o : *v;
+  const Lines d_v = keys ? lines_of(from_head(b.d_v, heads.kv_first, 2)) : Lines{};
+  params.out[0] = pass == Pass::d_values
+                      ? d_v
+                      : lines_of(keys ? from_head(b.d_k, heads.kv_first, 2) : from_head(b.d_q, heads.first, 2));
+  params.out[1] = d_v;
+  params.stats_batch = static_cast<int>(p.heads * p.rows);
+  params.stats_head = static_cast<int>(p.rows);
+  params.group = static_cast<int>(p.heads / p.kv_heads);
+  params.depth = static_cast<int>(p.depth);
+  params.value_depth = static_cast<int>(p.value_depth);
+  params.scale = static_cast<float>(p.scale);
+  params.scale_2 = static_cast<float>(p.scale * 1.4426950408889634);
+  return params;
+}
 
 void launch_statistics(const BackwardProblem& b, void* stats, bool in_tiles, Context& context) {
   const Problem& p = b.forward;

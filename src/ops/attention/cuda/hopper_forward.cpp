@@ -17,29 +17,16 @@ std::optional<ForwardLaunch> forward_launch(const Problem& p, const HeadRange& r
                                             std::size_t at, RowSum* tops, Seen& seen, Context& context) {
   const DeviceComponent& c = prepared.component(at);
   const int rows = range.plan->shape.rows, pack = kRows / rows;
-  const auto q = make_source(from_head(p.q, range.first, 2), {p.batch, range.count / pack, p.rows}, p.depth, c.rows,
-                             pack, pack > 1 ? rows : 0);
-  const auto k = make_source(p.k, {p.batch, p.kv_heads, p.cols}, p.depth, c.cols);
-  const auto v = make_source(p.v, {p.batch, p.kv_heads, p.cols}, p.value_depth, c.cols);
-  if (!q || !k || !v) {
+  const auto made = forward_operands(p, range.first, range.count, c.rows, c.cols, pack, pack > 1 ? rows : 0);
+  if (!made) {
     return std::nullopt;
   }
-  ScoredForwardParams params{};
-  params.q = *q;
-  params.k = *k;
-  params.v = *v;
+  ScoredForwardParams params = *made;
   params.walk = walk_of(prepared, at);
   params.walk.row_places = pack > 1 ? kRows : params.walk.row_places;
   params.seen = see(p, c, range.plan->shape.cols, params.walk, seen, context);
   params.pieces = uploaded<PieceOf>(prepared.memory, prepared.schedules[at].pieces);
-  params.pack = std::countr_zero(static_cast<unsigned>(pack));
-  params.o = lines_of(p.o);
-  params.lse = lines_of(p.lse);
-  params.group = static_cast<int>(p.heads / p.kv_heads);
-  params.head0 = static_cast<int>(range.first);
   params.merge = at > 0 || prepared.fill ? 1 : 0;
-  params.scale = static_cast<float>(p.scale * 1.4426950408889634);
-  params.value_depth = static_cast<int>(p.value_depth);
   params.sinks = sinks_arg(p);
   if (score_of(p) != 0) {
     params.more = score_more(p, range.first, c.rows.order, c.cols.order);
@@ -80,6 +67,28 @@ bool packs(const Plan& plan) {
 }
 
 }  // namespace
+
+std::optional<ScoredForwardParams> forward_operands(const Problem& p, std::int64_t first, std::int64_t count,
+                                                    const Side& rows, const Side& cols, int pack, int room) {
+  const auto q = make_source(from_head(p.q, first, 2), {p.batch, count / pack, p.rows}, p.depth, rows, pack, room);
+  const auto k = make_source(p.k, {p.batch, p.kv_heads, p.cols}, p.depth, cols);
+  const auto v = make_source(p.v, {p.batch, p.kv_heads, p.cols}, p.value_depth, cols);
+  if (!q || !k || !v) {
+    return std::nullopt;
+  }
+  ScoredForwardParams params{};
+  params.q = *q;
+  params.k = *k;
+  params.v = *v;
+  params.pack = std::countr_zero(static_cast<unsigned>(pack));
+  params.o = lines_of(p.o);
+  params.lse = lines_of(p.lse);
+  params.group = static_cast<int>(p.heads / p.kv_heads);
+  params.head0 = static_cast<int>(first);
+  params.scale = static_cast<float>(p.scale * 1.4426950408889634);
+  params.value_depth = static_cast<int>(p.value_depth);
+  return params;
+}
 
 int heads_in_tile(const Problem& p) {
   const std::int64_t group = p.heads / p.kv_heads;

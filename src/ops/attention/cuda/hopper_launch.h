@@ -192,6 +192,18 @@ struct HeadRange {
 
 std::vector<HeadRange> ranges_of(const Plans& plans, std::int64_t heads);
 
+/// Heads [first, first + count) of queries, and the key heads they use.
+struct Heads {
+  std::int64_t first, count, kv_first, kv_count;
+};
+
+/// The operands, results and sizes of a launch over tiles of `rows` and `cols`, on any walk; none if the copy engine
+/// cannot bring the operands. The forward pass's q are `pack` heads in a tile, of `room` rows each.
+std::optional<ScoredForwardParams> forward_operands(const Problem& p, std::int64_t first, std::int64_t count,
+                                                    const Side& rows, const Side& cols, int pack = 1, int room = 0);
+std::optional<ScoredBackwardParams> backward_operands(const BackwardProblem& b, Pass pass, const Heads& heads,
+                                                      const Side& rows, const Side& cols);
+
 /// Heads whose keys and values fit L2 at the same time, in whole groups of those that share them.
 int heads_in_l2(const Problem& p);
 

@@ -75,43 +75,6 @@ int forward_cols(const Problem& problem, int rows) {
   return kernels::forward_tiles(columns.depth, columns.values, rows).cols;
 }
 
-/// What a tensor map of the gradients' or the forward's operand needs.
-std::optional<kernels::Source> source(const attention_op::Operand& x, const attention_op::Problem& p, bool keys,
-                                      std::int64_t depth, const Axis& axis) {
-  return kernels::make_source(x, {p.batch, keys ? p.kv_heads : p.heads, axis.tokens}, depth, axis.on_device());
-}
-
-constexpr double kLog2e = 1.4426950408889634;
-
-std::optional<kernels::ScoredBackwardParams> backward_params(const attention_op::BackwardProblem& b, Pass pass,
-                                                             const Axis& rows, const Axis& cols, const void* stats) {
-  const attention_op::Problem& p = b.forward;
-  const bool keys = pass != Pass::d_queries;
-  const Axis &queries = keys ? cols : rows, &others = keys ? rows : cols;
-  const auto q = source(p.q, p, false, p.depth, queries), d_o = source(b.d_o, p, false, p.value_depth, queries);
-  const auto k = source(p.k, p, true, p.depth, others), v = source(p.v, p, true, p.value_depth, others);
-  if (!q || !d_o || !k || !v) {
-    return std::nullopt;
-  }
-  kernels::ScoredBackwardParams params{};
-  params.rows[0] = keys ? *k : *q;
-  params.rows[1] = keys ? *v : *d_o;
-  params.cols[0] = keys ? *q : *k;
-  params.cols[1] = keys ? *d_o : *v;
-  const kernels::Lines d_v = kernels::lines_of(b.d_v);
-  params.out[0] = pass == Pass::d_values ? d_v : kernels::lines_of(keys ? b.d_k : b.d_q);
-  params.out[1] = d_v;
-  params.stats = static_cast<const attention_op::RowStats*>(stats);
-  params.stats_batch = static_cast<int>(p.heads * p.rows);
-  params.stats_head = static_cast<int>(p.rows);
-  params.group = static_cast<int>(p.heads / p.kv_heads);
-  params.depth = static_cast<int>(p.depth);
-  params.value_depth = static_cast<int>(p.value_depth);
-  params.scale = static_cast<float>(p.scale);
-  params.scale_2 = static_cast<float>(p.scale * kLog2e);
-  return params;
-}
-
 std::optional<BlockBits> find_bits(const Problem& problem, bool transposed, Context& context) {
   return needs_bits(problem.keys, transposed)
              ? std::optional<BlockBits>(std::in_place, problem.keys, transposed, context)
@@ -127,26 +90,16 @@ bool forward(const Problem& problem, Context& context) {
   }
   const int side = tile_rows(problem, false);
   const Axis rows = axis_of(problem, false, side), cols = axis_of(problem, true, forward_cols(problem, side));
-  const auto q = source(p.q, p, false, p.depth, rows), k = source(p.k, p, true, p.depth, cols);
-  const auto v = source(p.v, p, true, p.value_depth, cols);
-  if (!q || !k || !v) {
+  auto params = kernels::forward_operands(p, 0, p.heads, rows.on_device(), cols.on_device());
+  if (!params) {
     return false;
   }
   const std::optional<BlockBits> bits = find_bits(problem, false, context);
   const DeviceWalk walk(problem, bits ? &*bits : nullptr, rows, cols, false, context);
-  kernels::ScoredForwardParams params{};
-  params.q = *q;
-  params.k = *k;
-  params.v = *v;
-  params.walk = walk.walk();
-  params.o = kernels::lines_of(p.o);
-  params.lse = kernels::lines_of(p.lse);
-  params.group = static_cast<int>(p.heads / p.kv_heads);
-  params.scale = static_cast<float>(p.scale * kLog2e);
-  params.value_depth = static_cast<int>(p.value_depth);
+  params->walk = walk.walk();
   const kernels::KernelConfig config{Pass::forward, p.dtype, kernels::columns_of(p), {walk.general(), false, 0, side}};
   config.kernel(context.device.index)
-      .launch(walk.grid(), kernels::threads_of(side), config.shared_bytes(), &params, context.stream);
+      .launch(walk.grid(), kernels::threads_of(side), config.shared_bytes(), &*params, context.stream);
   return true;
 }
 
@@ -172,10 +125,12 @@ bool backward(const BackwardProblem& problem, Context& context) {
     const Axis rows = axis_of(walked, keys, tile_rows(walked, keys));
     const Axis cols = axis_of(walked, !keys, kernels::kBackwardShape.cols);
     for (const Pass pass : kernels::backward_passes(kernels::columns_of(p), keys)) {
-      const auto params = backward_params(b, pass, rows, cols, stats.data());
+      auto params =
+          kernels::backward_operands(b, pass, {0, p.heads, 0, p.kv_heads}, rows.on_device(), cols.on_device());
       if (!params) {
         return false;
       }
+      params->stats = static_cast<const attention_op::RowStats*>(stats.data());
       launches.push_back({pass, rows, cols, *params});
     }
   }

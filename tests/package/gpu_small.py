@@ -244,6 +244,26 @@ def dynamic_attention(device):
         fw.varlen_attention(*packed, *starts, causal=True, window=(20, None)).square().sum().backward()
 
 
+def dynamic_attention_of_tiles(device):
+    """Blocks of 64 and 128; selections whose lists are long enough to be split, in groups of 1 to 40 heads."""
+    for dtype, depth, side in ((torch.bfloat16, 128, 128), (torch.float16, 64, 64)):
+        q, k, v = (tensor(device, dtype, 1, h, 300, depth).requires_grad_() for h in (4, 2, 2))
+        blocks = torch.rand(1, 2, -(-300 // side), -(-300 // side)).to(device) < 0.6
+        fw.attention(q, k, v, fw.patterns.causal(300), blocks=blocks, block=side).square().sum().backward()
+        packed = [t[0].transpose(0, 1) for t in (q, k, v)]
+        starts = torch.tensor([0, 100, 100, 290], dtype=torch.int32, device=device)
+        fw.varlen_attention(*packed, starts, causal=True).square().sum().backward()
+    for dtype, depth, heads, block in (
+        (torch.bfloat16, 128, 32, 64),
+        (torch.float16, 64, 40, 32),
+        (torch.bfloat16, 72, 1, 16),
+    ):
+        q, k, v = (tensor(device, dtype, 1, h, 300, depth).requires_grad_() for h in (heads, 1, 1))
+        chosen = torch.randint(-1, 300 // block, (1, 1, 300, 3), dtype=torch.int32)
+        chosen[..., 0] = 0
+        fw.selected_attention(q, k, v, chosen.to(device), block).square().sum().backward()
+
+
 def decoding(device):
     for dtype, depth in ((torch.float16, 64), (torch.bfloat16, 128)):
         pattern = fw.patterns.sinks((2, 1500), 4, 900)

@@ -3,6 +3,7 @@
 These are the core's own rules, for tracers, where no core runs; torch's fakes and the JAX functions share them.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -392,11 +393,44 @@ def flat_patterns(op: str, pattern: Any, queries: Shape) -> tuple[Any, ...]:
     return tuple(p for row in rows for p in row)
 
 
+# What makes a pattern of other things, by the names of their types.
+WAYS = {
+    "Tensor": " (fw.patterns.from_mask makes a pattern)",
+    "BlockMask": " (fw.patterns.from_block_mask makes a pattern)",
+    "str": " (fw.Pattern.parse reads one)",
+}
+
+
+def check_function(op: str, argument: str, function: Callable[..., Any]) -> None:
+    """That it takes two lengths, as far as its signature is known. A mask_mod takes four indices."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(1, 1)
+    except TypeError:
+        got = f"one of ({', '.join(signature.parameters)})"
+        if len(signature.parameters) == 4:
+            got += "; fw.patterns.from_block_mask(create_block_mask(mask_mod, None, None, Sq, Sk)) takes a mask_mod"
+        refuse(op, argument, "a function of (Sq, Sk) that gives a fretwork.Pattern", got, TypeError)
+
+
+def made_for(op: str, function: Callable[[int, int], Any], rows: int, cols: int) -> Any:
+    """What a function of the lengths gives. Its signature is read only if it fails: torch.compile traces this."""
+    try:
+        return function(rows, cols)
+    except TypeError:
+        check_function(op, "pattern", function)
+        raise
+
+
 def _check_sequence(op: str, argument: str, patterns: object) -> None:
     if isinstance(patterns, str) or not isinstance(patterns, Sequence) or len(patterns) == 0:
         got = "an empty sequence" if isinstance(patterns, Sequence) and not patterns else type(patterns).__name__
-        way = {"Tensor": " (fw.patterns.from_mask makes one)", "str": " (fw.Pattern.parse reads one)"}.get(got, "")
-        raise TypeError(f"{op}: {argument}: expected a fretwork.Pattern or a sequence of them, got {got}{way}")
+        raise TypeError(
+            f"{op}: {argument}: expected a fretwork.Pattern or a sequence of them, got {got}{WAYS.get(got, '')}"
+        )
 
 
 def _check_patterns(op: str, argument: str, patterns: Sequence[object], heads: int | None) -> None:
@@ -425,15 +459,16 @@ _SIDES = (16, 32, 64, 128)
 
 
 def check_side(op: str, block: Any) -> int:
-    if isinstance(block, bool) or not isinstance(block, int) or block not in _SIDES:
-        fail(op, "block", "16, 32, 64 or 128", repr(block))
-    return block
+    side = block if type(block) is int else whole_number(op, "block", block)
+    if side not in _SIDES:
+        fail(op, "block", "16, 32, 64 or 128", side)
+    return side
 
 
 def check_sides(op: str, block: Any) -> tuple[int, int]:
     """Of queries and of keys."""
     if isinstance(block, (tuple, list)) and len(block) != 2:
-        fail(op, "block", "one or two of 16, 32, 64 and 128", block)
+        fail(op, "block", "one or a pair of 16, 32, 64 or 128", block)
     rows, cols = block if isinstance(block, (tuple, list)) else (block, block)
     return check_side(op, rows), check_side(op, cols)
 
@@ -480,7 +515,7 @@ def check_block_pattern(op: str, pattern: Pattern, rows: int, cols: int, interva
             op,
             "pattern",
             "one whose rows are intervals without gaps between them with blocks, such as causal or sliding_window",
-            f"{pattern.text[:80]}; without blocks every pattern is taken",
+            f"{pattern!r}; without blocks every pattern is taken",
             NotImplementedError,
         )
 
@@ -522,6 +557,11 @@ def check_packed(op: str, operands: Sequence[Operand]) -> None:
     for x, sizes in zip(operands, ("(Tq, Hq, D)", "(Tk, Hk, D)", "(Tk, Hk, Dv)"), strict=True):
         if len(x.shape) != 3:
             fail(op, x.name, f"3 dimensions {sizes}", tuple(x.shape))
+    q, k, v = operands
+    if k.shape[2] != q.shape[2]:
+        fail(op, "k", f"(Tk, Hk, {q.shape[2]})", k.shape)
+    if v.shape[:2] != k.shape[:2]:
+        fail(op, "v", f"({k.shape[0]}, {k.shape[1]}, Dv)", v.shape)
     check_qkv(op, [x._replace(shape=(1, x.shape[1], x.shape[0], x.shape[2])) for x in operands])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ __all__ = ["Advice", "Row", "advise"]
 _OP = "advise"
 _KINDS = ("two_four", "block", "monarch")
 _BLOCKS, _DENSITIES, _FACTORS = (32, 64, 128), (0.5, 0.25, 0.1), (8, 16, 32, 64, 128)
+_CLOSE = 1.25  # how much denser a layer may be than its recipe says: whole blocks do not make every density
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-2, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
@@ -88,7 +90,7 @@ def _times(speedup: float) -> str:
 def advise(
     in_features: int,
     out_features: int,
-    rows: int,
+    rows: int = 16,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
     training: bool = False,
@@ -97,10 +99,11 @@ def advise(
     """Measures a dense layer and every structure that fits it on this machine, and sorts them by time.
 
     The layers are `torch.nn.Linear` without a bias and what `fw.sparsify` makes of one: 2:4, blocks of 32 to 128 at
-    densities of 0.5 to 0.1, Monarch of several sizes; `kinds` leaves some of "two_four", "block" and "monarch".
-    `rows` is the number of input rows, `device` the GPU if there is one. With `training` a call is a forward and a
-    backward pass, with gradients of the input and the weight. Each result is compared with a dense product before it
-    is timed; a layer that is wrong raises. On a GPU the time is the GPU's, without that of the host.
+    densities of 0.5 to 0.1 as far as whole blocks make them, at least one in each row, and Monarch of several sizes;
+    `kinds` leaves some of "two_four", "block" and "monarch". `rows` is the number of input rows, `device` the GPU if
+    there is one. With `training` a call is a forward and a backward pass, with gradients of the input and the weight.
+    Each result is compared with a dense product before it is timed; a layer that is wrong raises. On a GPU the time is
+    the GPU's, without that of the host.
 
     >>> import torch, fretwork as fw
     >>> advice = fw.advise(128, 64, rows=4, dtype=torch.float32, device="cpu", kinds=["two_four"])
@@ -170,8 +173,11 @@ def _layers(dense: nn.Linear, kinds: set[str]) -> dict[recipes.Recipe | None, nn
 def _recipes(in_features: int, out_features: int) -> Iterable[Any]:
     yield recipes.TwoFour()
     for block in _BLOCKS:
+        rows, blocks = out_features // block, (out_features // block) * (in_features // block)
         for density in _DENSITIES:
-            yield recipes.Block(block, density)
+            kept = max(math.ceil(density * blocks), rows)  # at least one in each row
+            if blocks and kept / blocks <= _CLOSE * density:
+                yield recipes.Block(block, density)
     for p in _FACTORS:
         if in_features // p + p < in_features:  # else the factors have as many elements as the dense weight
             yield recipes.Monarch(p)

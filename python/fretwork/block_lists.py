@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fretwork._checks import fail, flag, refuse, whole_number
+from fretwork._checks import flag, refuse, whole_number
+from fretwork._shapes import check_sides
 from fretwork._torch.arguments import check_tensor, dtype_name
 from fretwork._torch.select_blocks import select_blocks_op
 
@@ -80,7 +81,7 @@ def select_blocks(
     op = "select_blocks"
     check_tensor(op, "q", q)
     check_tensor(op, "k", k)
-    sides = _sides(op, block)
+    sides = check_sides(op, block)
     top_k, first, last = (_number(op, name, n) for name, n in (("top_k", top_k), ("first", first), ("last", last)))
     causal = flag(op, "causal", causal)
     return BlockLists(*select_blocks_op(q.detach(), k.detach(), top_k, *sides, causal, first, last))
@@ -88,12 +89,3 @@ def select_blocks(
 
 def _number(op: str, argument: str, value: Any) -> int:
     return value if type(value) is int else whole_number(op, argument, value)
-
-
-def _sides(op: str, block: Any) -> tuple[int, int]:
-    """Of queries and of keys."""
-    sides = tuple(block) if isinstance(block, (tuple, list)) else (block, block)
-    if len(sides) != 2:
-        fail(op, "block", "one or a pair of 16, 32, 64 or 128", block)
-    rows, cols = (_number(op, "block", side) for side in sides)
-    return rows, cols

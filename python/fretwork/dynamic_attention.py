@@ -101,10 +101,7 @@ def selected_attention(
     sizes = (1, check_side(op, block), int(flag(op, "causal", causal)), -1, -1, -1, -1)
     check_sinks(op, sinks, q, q.shape[1])
     number = None if scale is None else as_number(op, "scale", scale)
-    o, lse = dynamic_attention_op(
-        *(q, k, v, "", None, None, None, indices, None, None, sizes, number, None, None, 0.0, 0.0, None),
-        *(precision_name(op, None), None),
-    )
+    o, lse = _attended(op, q, k, v, indices, None, None, sizes, number)
     if sinks is not None:
         o, lse = with_sinks(o, lse, sinks)
     return (o, lse) if return_lse else o
@@ -162,11 +159,11 @@ def varlen_attention(
     """Attention inside documents that lie side by side.
 
     q is (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv). Document n has the queries cu_q[n] … cu_q[n+1] − 1 and the keys
-    likewise by `cu_k`, or by `cu_q` without it; both are int32 or int64. Query i of Lq sees key j of Lk if, with
-    p = i + Lk − Lq, j ≤ p where `causal` and −left ≤ j − p ≤ right for `window` = (left, right), None for no bound.
-    Starts ascend. `max_q` and `max_k` are bounds of the lengths. They never change results. `sinks` (Hq,) is one more
-    score of each query, without a value. Rows outside of all documents are zeros with lse −inf. lse is (Hq, Tq).
-    Nothing is read on the host.
+    likewise by `cu_k`, or by `cu_q` without it; both are int32 or int64 and ascend, which is checked on a CPU. Query i
+    of Lq sees key j of Lk if, with p = i + Lk − Lq, j ≤ p where `causal` and −left ≤ j − p ≤ right for `window` =
+    (left, right), None for no bound. `max_q` and `max_k` are bounds of the lengths. They never change results. `sinks`
+    (Hq,) is one more score of each query, without a value. Rows outside of all documents are zeros with lse −inf. lse
+    is (Hq, Tq). Nothing is read from a GPU.
 
     >>> import torch, fretwork as fw
     >>> q, k, v = (torch.randn(100, 2, 16, requires_grad=True) for _ in range(3))
@@ -180,7 +177,8 @@ def varlen_attention(
     plain = scale is None and sinks is None and type(causal) is bool and max_q is None and max_k is None
     plain = plain and type(window) is tuple and window == (None, None)
     ends = cu_q if cu_k is None else cu_k
-    if plain and _checked_by_the_core(q, k, v, cu_q, ends) and cu_q.dtype is ends.dtype is torch.int32:
+    plain = plain and _checked_by_the_core(q, k, v, cu_q, ends) and cu_q.dtype is ends.dtype is torch.int32
+    if plain and _ascend(cu_q) and (ends is cu_q or _ascend(ends)):
         try:
             return _varlen_plainly(q, k, v, cu_q, ends, causal, return_lse)
         except (RuntimeError, NotImplementedError, IndexError):
@@ -195,15 +193,34 @@ def varlen_attention(
     sizes = (1, 1, int(flag(op, "causal", causal)), *bounds)
     check_sinks(op, sinks, q, q.shape[1])
     number = None if scale is None else as_number(op, "scale", scale)
-    o, lse = dynamic_attention_op(
-        *(q, k, v, "", None, None, None, None, starts[0], starts[-1], sizes, number, None, None, 0.0, 0.0, None),
-        *(precision_name(op, None), None),
-    )
+    o, lse = _attended(op, q, k, v, None, starts[0], starts[-1], sizes, number)
     if sinks is not None:
         row = torch.arange(q.shape[0], device=q.device)
         o, lse = with_sinks(o.transpose(0, 1), lse, sinks, (row >= starts[0][:1]) & (row < starts[0][-1:]))
         o = o.transpose(0, 1)
     return (o, lse) if return_lse else o
+
+
+def _attended(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selected: Tensor | None,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    sizes: tuple[int, ...],
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """o and lse. The core knows one attention for all of them, whose errors get the name of the function."""
+    rest = (sizes, scale, None, None, 0.0, 0.0, None, precision_name(op, None), None)
+    try:
+        found = dynamic_attention_op(q, k, v, "", None, None, None, selected, cu_q, cu_k, *rest)
+    except RuntimeError as error:
+        if not str(error).startswith("attention: "):
+            raise
+        raise type(error)(str(error).replace("attention", op, 1)) from None
+    return found  # type: ignore[no-any-return]
 
 
 def _checked_by_the_core(*tensors: Any) -> bool:
@@ -313,4 +330,11 @@ def _starts(op: str, known: Operand, cu: Tensor, q: Tensor, like: Operand | None
     check_starts(op, known, like)
     if cu.device != q.device:
         fail(op, known.name, f"a tensor on {q.device}", f"one on {cu.device}")
+    if _checked_by_the_core(cu) and not _ascend(cu):
+        fail(op, known.name, "starts that ascend", str(cu.tolist())[:80])
     return cu.to(torch.int32)
+
+
+def _ascend(cu: Tensor) -> bool:
+    """Whether starts do, as far as the host knows: nothing is read from a GPU."""
+    return not cu.is_cpu or not bool((cu[1:] < cu[:-1]).any())

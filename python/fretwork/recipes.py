@@ -21,6 +21,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fretwork import two_four
 from fretwork._checks import number, refuse, whole_number
+from fretwork._shapes import check_function
 from fretwork._torch.arguments import FLOATING, dtype_name
 from fretwork._torch.two_four import group_of
 from fretwork.kronecker import project
@@ -285,8 +286,10 @@ class Attention(Recipe):
 
     def __post_init__(self) -> None:
         given = self.pattern
-        if isinstance(given, Pattern) or (callable(given) and not isinstance(given, type)):
+        if isinstance(given, Pattern):
             return
+        if callable(given) and not isinstance(given, type):
+            return check_function("recipes.Attention", "pattern", given)
         one_each = isinstance(given, Sequence) and not isinstance(given, str) and len(given) > 0
         if not one_each or not all(isinstance(p, Pattern) for p in given):  # type: ignore[union-attr]
             expected = "a fretwork.Pattern, a sequence of them or a function of (Sq, Sk)"

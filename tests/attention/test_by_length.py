@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from conftest import assert_close
+from torch.nn.attention.flex_attention import create_block_mask
 
 import fretwork as fw
 
@@ -154,6 +155,14 @@ def test_vmap_under_compile(device):
     assert_close(fast(*inputs), torch.vmap(lambda *t: fw.attention(*t, near))(*inputs).double(), torch.float32)
 
 
+def flex_causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def raises(rows, cols):
+    raise TypeError("of its own")
+
+
 def test_errors(device):
     q, k, v = qkv_of(device, 12, 15)
     with pytest.raises(TypeError, match=r"attention: pattern: expected a fretwork.Pattern or a sequence .* got int"):
@@ -164,6 +173,22 @@ def test_errors(device):
         fw.attention(q, k, v, lambda m, n: near(m, n - 1))
     with pytest.raises(RuntimeError, match="attention: q: expected 4 dimensions"):
         fw.attention(q[0], k, v, near)
+    expected = r"pattern: expected a function of \(Sq, Sk\) that gives a fretwork.Pattern, got one of"
+    for mask_mod in (lambda b, h, i, j: i >= j), flex_causal:
+        for name, call in (
+            ("attention", lambda: fw.attention(q, k, v, mask_mod)),  # noqa: B023
+            ("MultiheadAttention", lambda: fw.nn.MultiheadAttention(64, 4, mask_mod)),  # noqa: B023
+            ("recipes.Attention", lambda: fw.recipes.Attention(mask_mod)),  # noqa: B023
+        ):
+            with pytest.raises(TypeError, match=rf"^{name}: {expected} \(b, h, .*from_block_mask.* takes a mask_mod"):
+                call()
+    with pytest.raises(TypeError, match=rf"^attention: {expected} \(n\)$"):
+        fw.attention(q, k, v, lambda n: near(n, n))
+    with pytest.raises(TypeError, match="of its own"):  # an error inside of a function stays
+        fw.attention(q, k, v, raises)
+    block_mask = create_block_mask(flex_causal, None, None, 12, 15, device=device)
+    with pytest.raises(TypeError, match=r"got BlockMask \(fw.patterns.from_block_mask makes a pattern\)"):
+        fw.attention(q, k, v, block_mask)
     fast = compiled(lambda *t: fw.attention(*t, lambda m, n: near(m, n - 1)))
     with pytest.raises(RuntimeError, match=r"attention: pattern: expected .*12, 15.*12, 14"):
         fast(q, k, v)

@@ -344,10 +344,68 @@ def test_starts_out_of_range_are_harmless(device):
     """Whatever the tensor holds, nothing outside of q, k and v is touched."""
     q, k, v = (torch.randn(100, 2, 16, device=device) for _ in range(3))
     for starts in [50, 20, 90], [-5, 30, 10**9], [2**31 - 1, -(2**31), 40]:
-        o = fw.varlen_attention(q, k, v, torch.tensor(starts, dtype=torch.int32, device=device))
+        cu = torch.tensor(starts, dtype=torch.int32, device=device)
+        o = fw.dynamic_attention._varlen_plainly(q, k, v, cu, cu, False, False)  # the core alone
         assert o.shape == (100, 2, 16)
+        if starts == sorted(starts):
+            assert torch.equal(fw.varlen_attention(q, k, v, cu), o)
     if device.type == "cuda":
         torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": 0.5}])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_starts_that_descend_are_refused_on_a_cpu(dtype, options):
+    q, k, v = (torch.randn(100, 2, 16) for _ in range(3))
+    right, wrong = torch.tensor([0, 60, 100], dtype=dtype), torch.tensor([0, 60, 30], dtype=dtype)
+    with pytest.raises(RuntimeError, match=r"^varlen_attention: cu_q: expected starts that ascend, got \[0, 60, 30\]"):
+        fw.varlen_attention(q, k, v, wrong, **options)
+    with pytest.raises(RuntimeError, match=r"^varlen_attention: cu_k: expected starts that ascend, got \[0, 60, 30\]"):
+        fw.varlen_attention(q, k, v, right, wrong, **options)
+    fw.varlen_attention(q, k, v, torch.tensor([0, 0, 100, 100], dtype=dtype), **options)
+
+
+def test_errors_name_the_function(device, monkeypatch):
+    q, k, v = (torch.randn(100, 2, 16, device=device, requires_grad=True) for _ in range(3))
+    cu = torch.tensor([0, 60, 100], dtype=torch.int32, device=device)
+    batch = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    indices = torch.zeros(1, 2, 100, 1, dtype=torch.int32, device=device)
+    calls = {
+        "varlen_attention": lambda: fw.varlen_attention(q, k, v, cu),
+        "selected_attention": lambda: fw.selected_attention(*batch, indices),
+        "attention": lambda: fw.attention(*batch, blocks=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)),
+    }
+    for name, call in calls.items():
+        (once,) = torch.autograd.grad(call().square().sum(), q, create_graph=True)
+        with pytest.raises(NotImplementedError, match=f"^{name}: gradient: expected to be differentiated once"):
+            torch.autograd.grad(once.sum(), q)
+    with pytest.raises(RuntimeError, match=r"^varlen_attention: k: expected \(Tk, Hk, 16\), got \(100, 2, 8\)"):
+        fw.varlen_attention(q, k[..., :8], v, cu)
+    with pytest.raises(RuntimeError, match=r"^varlen_attention: v: expected \(100, 2, Dv\), got \(40, 2, 16\)"):
+        fw.varlen_attention(q, k, v[:40], cu)
+
+    def fails(*arguments):
+        raise RuntimeError("attention: q: expected head sizes up to 8, got 16")  # as a GPU without room says it
+
+    monkeypatch.setattr(fw.dynamic_attention, "dynamic_attention_op", fails)
+    for name, call in calls.items():
+        with pytest.raises(RuntimeError, match=f"^{name}: q: expected head sizes up to 8, got 16"):
+            call()
+
+
+@pytest.mark.parametrize("block", ["64", 64.0, None])
+def test_sides_that_are_no_ints(device, block):
+    q = torch.randn(1, 2, 100, 16, device=device)
+    blocks, indices = (
+        torch.zeros(1, 2, n, 1, dtype=t, device=device) for n, t in ((1, torch.bool), (100, torch.int32))
+    )
+    for name, call in {
+        "attention": lambda: fw.attention(q, q, q, blocks=blocks, block=block),
+        "select_blocks": lambda: fw.select_blocks(q, q, 2, block=block),
+        "selected_attention": lambda: fw.selected_attention(q, q, q, indices, block=block),
+    }.items():
+        with pytest.raises(TypeError, match=f"^{name}: block: expected an int, got {block!r}"):
+            call()
 
 
 # torch

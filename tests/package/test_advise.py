@@ -20,7 +20,7 @@ def test_rows(device, dtype, training):
     advice = fw.advise(64, 96, 5, dtype, device, training, ["two_four", "block", "monarch"])
     assert torch.equal(torch.get_rng_state(), state)
     found = {row.recipe: row for row in advice.rows}
-    assert set(found) == {None, TwoFour(), *(Block(32, d) for d in (0.5, 0.25, 0.1)), *map(Monarch, (8, 16, 32))}
+    assert set(found) == {None, TwoFour(), Block(32, 0.5), *map(Monarch, (8, 16, 32))}
     size = torch.finfo(dtype).bits // 8
     assert found[None].memory == 64 * 96 * size and found[None].speedup == 1
     bits = 4 * 64 * 96 // (2 if dtype == torch.float32 else 4)
@@ -28,6 +28,24 @@ def test_rows(device, dtype, training):
     assert found[Block(32, 0.5)].memory == 3 * (1024 * size + 8)
     assert found[Monarch(8)].parameters == 64 * 96 // 8 + 96 * 8
     assert ("forward and backward" in advice.verdict) == training
+
+
+@pytest.mark.parametrize(
+    "in_features, out_features, blocks",
+    [
+        (32, 32, set()),
+        (128, 128, {(32, 0.5), (32, 0.25), (64, 0.5)}),
+        (320, 32, {(32, 0.5), (32, 0.25), (32, 0.1)}),
+        (1280, 256, {(b, d) for b in (32, 64, 128) for d in (0.5, 0.25, 0.1)}),
+    ],
+)
+def test_densities_are_those_of_the_layers(in_features, out_features, blocks):
+    """Few blocks do not make every density, and no layer is measured twice."""
+    advice = fw.advise(in_features, out_features, 1, torch.float32, "cpu", kinds=["block"])
+    made = {(r.recipe.block, r.recipe.density): r.parameters for r in advice.rows if r.recipe}
+    assert made.keys() == blocks
+    for (_, density), parameters in made.items():
+        assert 0.99 * density <= parameters / (in_features * out_features) <= 1.25 * density
 
 
 def test_what_it_says():

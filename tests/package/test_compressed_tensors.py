@@ -1,11 +1,14 @@
-"""2:4 checkpoints of compressed-tensors, packed here index by index as its formats say, and read back."""
+"""2:4 checkpoints of compressed-tensors, packed here index by index as its formats say, and read back.
 
+Where the package is installed (0.14 is the last release that writes 2:4), its own compressors pack, too.
+"""
+
+import importlib
 import math
 
 import pytest
 import torch
 from torch import nn
-from torch.sparse._semi_structured_conversions import sparse_semi_structured_from_dense_cutlass as torch_compress
 
 import fretwork as fw
 from fretwork.compat import compressed_tensors as ct
@@ -62,11 +65,24 @@ def test_bitmask_refuses(change, message):
         ct.from_bitmask(**{**good, **change})
 
 
+def marlin_words(words):
+    """Metadata (N, K/16) as CUTLASS's reorder_meta has it, but for rows: the sparse Marlin kernels have theirs."""
+    n, cols = words.shape
+    flat = torch.zeros(n * cols, dtype=words.dtype)
+    for row in range(n):
+        for col in range(cols):
+            r, c = row // 64 * 64 + row % 2 * 2 + row % 8 // 4 + row % 4 // 2 * 32 + row % 64 // 8 * 4, col
+            if r % 2 != c % 2:
+                r, c = (r + 1, c - 1) if c % 2 else (r - 1, c + 1)
+            flat[c // 2 * 2 * n + 2 * r + c % 2] = words[row, col]
+    return flat.view(cols // 2, 2 * n)
+
+
 def marlin_of(codes, scales, bits):
     """weight_packed, scale_packed and meta of 2:4 codes (N, K) and scales (N, groups), written as loops."""
     n, k = codes.shape
-    values, meta = torch_compress(codes.half())
-    shifted = (values.T + (1 << bits - 1)).long()  # (K/2, N)
+    plain = fw.two_four.compress(codes.half())
+    shifted = (plain.values.T + (1 << bits - 1)).long()  # (K/2, N)
     per_word, order = 32 // bits, []
     for lane in range(32):
         for column in range(4):
@@ -91,8 +107,7 @@ def marlin_of(codes, scales, bits):
         stored = torch.stack([scales[8 * (c // 8) + eights[c % 8]] for c in range(n)], 1)
     else:
         stored = scales.T.contiguous()
-    meta = meta.contiguous().clone().resize_(meta.shape[1] // 2, meta.shape[0] * 2)
-    return {"weight_packed": packed, "scale_packed": stored, "meta": meta}
+    return {"weight_packed": packed, "scale_packed": stored, "meta": marlin_words(plain.metadata)}
 
 
 def quantized(n, k, bits, groups):
@@ -189,3 +204,45 @@ def test_load_refuses(tmp_path):
     for path in (tmp_path / "none", tmp_path / "none.safetensors"):
         with pytest.raises(ValueError, match="read: path: expected a safetensors file"):
             ct.read(path)
+
+
+def package(name):
+    """A module of compressed-tensors, or a skip where that is not installed or has no 2:4."""
+    pytest.importorskip("compressed_tensors")
+    try:
+        return importlib.import_module(f"compressed_tensors.{name}")
+    except ModuleNotFoundError:
+        pytest.skip("this compressed-tensors writes no 2:4")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("rows, cols", [(3, 4), (64, 100), (7, 1024), (20, 36)])
+def test_bitmask_of_the_package(tmp_path, dtype, rows, cols):
+    compressor = package("compressors.sparse_compressors").Sparse24BitMaskCompressor(
+        config=package("config").Sparse24BitMaskConfig(sparsity_structure="2:4")
+    )
+    weights = {"up.weight": torch.randn(rows, cols).to(dtype), "up.bias": torch.ones(rows)}
+    save_file(compressor.compress(weights, {"up"}), tmp_path / "model.safetensors")
+    theirs, ours = dict(compressor.decompress(str(tmp_path))), ct.read(tmp_path)
+    assert ours.keys() == theirs.keys() and ours["up.weight"].dtype == dtype
+    assert torch.equal(ours["up.weight"].to_dense().double(), theirs["up.weight"].double())
+
+
+@pytest.mark.filterwarnings("ignore:The marlin24 format is deprecated")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    "n, k, group", [(64, 64, None), (192, 512, None), (64, 128, 128), (64, 256, 128), (128, 640, 128)]
+)
+def test_marlin_of_the_package(tmp_path, n, k, group, bits, dtype):
+    own = package("compressors.sparse_quantized_compressors.marlin_24")
+    quantization = package("quantization")
+    args = quantization.QuantizationArgs(num_bits=bits, strategy="group" if group else "channel", group_size=group)
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=args)
+    weight = (torch.randn(n, k) * two_of_four(n, k)).to(dtype)
+    scale = weight.abs().unflatten(1, (-1, group or k)).amax(-1) / (2 ** (bits - 1) - 1)
+    compressor = own.Marlin24Compressor(config=quantization.QuantizationConfig(config_groups={"all": scheme}))
+    state = compressor.compress({"up.weight": weight, "up.weight_scale": scale}, {"up": scheme})
+    save_file(state, tmp_path / "model.safetensors")
+    want = quantization.fake_quantize(weight.half(), scale.half(), None, args)  # the compressor cannot go back
+    assert torch.equal(ct.read(tmp_path)["up.weight"].to_dense(), want)

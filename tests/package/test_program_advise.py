@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 
@@ -29,7 +30,7 @@ def test_rows_are_those_of_python(dtype, training):
     told = advice("96x160", "--rows", "5", "--dtype", dtype, *["--training"][:training])
     python = {repr(r.recipe) if r.recipe else None: r for r in fw.advise(96, 160, 5, DTYPES[dtype], "cpu").rows}
     rows = {row["recipe"]: row for row in told["rows"]}
-    assert rows.keys() == python.keys() and len(rows) == len(told["rows"]) > 6
+    assert rows.keys() == python.keys() and len(rows) == len(told["rows"]) > 5
     for recipe, row in rows.items():
         same = python[recipe]
         assert (row["kind"], row["parameters"], row["memory"]) == (same.kind, same.parameters, same.memory), recipe
@@ -67,6 +68,20 @@ def test_only_what_fits(sizes, kinds, dtype):
 def test_long_sums_of_half_precision():
     told = advice("131072x16", "--rows", "2", "--dtype", "fp16", "--training")
     assert {row["kind"] for row in told["rows"]} == {"dense", "two_four", "monarch"}
+
+
+def test_defaults_are_those_of_python():
+    told = advice("64x64")
+    defaults = {name: p.default for name, p in inspect.signature(fw.advise).parameters.items()}
+    assert told["batch_rows"] == defaults["rows"] and DTYPES["bf16"] == defaults["dtype"]
+    assert (told["dtype"], told["training"]) == ("bfloat16", defaults["training"])
+
+
+@pytest.mark.parametrize("sizes", ["32x32", "128x128", "320x32", "1280x256"])
+def test_densities_are_those_of_python(sizes):
+    python = fw.advise(*map(int, sizes.split("x")), 1, device="cpu", kinds=["block"])
+    told = advice(sizes, "--rows", "1", "--kinds", "block")
+    assert {row["recipe"] for row in told["rows"]} == {r.recipe and repr(r.recipe) for r in python.rows}
 
 
 def test_some_kinds():

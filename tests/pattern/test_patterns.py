@@ -223,3 +223,20 @@ def test_without_torch():
     )
     assert importlib.util.find_spec("torch") is not None
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_repr_is_short():
+    """A text that nobody could read is cut; what can be read is there to be typed again."""
+    for text in ("causal(64)", "document((1,2,3))", "from_mask((2,2),~N)", "vertical_slash(64,(0,8,16),(0,1))"):
+        assert repr(fw.Pattern.parse(text)) == f"Pattern('{text}')"
+    mask = torch.zeros(600, 700, dtype=torch.bool)
+    mask[:6, :7] = True
+    assert (
+        repr(fw.patterns.from_mask(mask))
+        == "Pattern('from_mask((600,700),~…)', shape=(600, 700), nnz=42, density=0.0001)"
+    )
+    both = fw.patterns.document([2] * 100) | fw.patterns.from_mask(torch.eye(200))
+    assert repr(both) == (
+        "Pattern('document((2,2,2,2,…))|from_mask((200,200),~…)', shape=(200, 200), nnz=400, density=0.01)"
+    )
+    assert repr(fw.patterns.tree(range(-1, 63))).startswith("Pattern('tree((-1,0,1,2,…))', shape=(64, 64)")

@@ -243,6 +243,7 @@ void advise(const AdviseOptions& options) {
 void add_advise(CLI::App& app) {
   const auto options = std::make_shared<AdviseOptions>();
   options->run.command = "advise";
+  options->run.dtype = "bfloat16";  // fw.advise has the same defaults
   CLI::App* const command = app.add_subcommand("advise", "Which structure pays for a linear layer, measured here");
   command->add_option("INxOUT", options->sizes, "Input and output features, 4096x14336")->required();
   command->add_option("--rows", options->rows, "Rows of the input, as batch times positions (16)")
@@ -253,10 +254,11 @@ void add_advise(CLI::App& app) {
   add_machine_options(*command, options->run);
   add_html_option(*command, options->run);
   command->footer(
-      "Measures a dense layer and every structure that fits: 2:4, blocks of 32 to 128 at densities of 0.5 to 0.1,\n"
-      "Monarch of several sizes. Each result is checked against float64 first, then all run in turn. Dense is the\n"
-      "fastest dense product that the program has, cuBLASLt where there is one; fw.advise in Python compares with\n"
-      "torch's. On CUDA the L2 cache is flushed before each call. Memory is that of the weight with its indices.\n"
+      "Measures a dense layer and every structure that fits: 2:4, blocks of 32 to 128 at densities of 0.5 to 0.1 as\n"
+      "far as whole blocks make them, Monarch of several sizes. Each result is checked against float64 first, then\n"
+      "all run in turn. Dense is the fastest dense product that the program has, cuBLASLt where there is one;\n"
+      "fw.advise in Python compares with torch's. On CUDA the L2 cache is flushed before each call. Memory is that of\n"
+      "the weight with its indices.\n"
       "Examples:\n"
       "  fretwork advise 4096x14336 --rows 16 --dtype bf16\n"
       "  fretwork advise 1024x1024 --rows 4096 --training --json");

@@ -118,8 +118,9 @@ std::string now_text() {
 
 void add_machine_options(CLI::App& command, RunOptions& options, const char* rounds) {
   command.add_option("--dtype", options.dtype,
-                     fmt::format("float64, float32, float16, bfloat16, or fp64 … bf16{} (float32; on CUDA float16)",
-                                 options.bytes ? ", int8, uint8, fp8, fp8_e5m2" : ""));
+                     fmt::format("float64, float32, float16, bfloat16, or fp64 … bf16{} ({})",
+                                 options.bytes ? ", int8, uint8, fp8, fp8_e5m2" : "",
+                                 options.dtype.empty() ? "float32; on CUDA float16" : options.dtype));
   command.add_option("--device", options.device, "cpu or cuda:N (the first GPU, else the CPU)");
   command.add_option("--threads", options.threads, "Threads on the CPU (all)")
       ->check(CLI::Range(1, 4096).description(""));

@@ -17,6 +17,8 @@
 namespace fretwork::cli {
 namespace {
 
+/// How much denser a layer of blocks may be than its recipe says.
+constexpr double kClose = 1.25;
 constexpr std::uint64_t kOperandSeed = 2;  // not a weight's: products of equal rows would overflow in fp16
 
 std::int64_t bytes_of(const TensorView& view) {
@@ -399,8 +401,13 @@ std::vector<Layer> sparse_layers(LayerOperands& operands, std::span<const std::s
   }
   for (const std::int64_t block : {32, 64, 128}) {
     for (const double density : {0.5, 0.25, 0.1}) {
-      if (asked("block") && in % block == 0 && out % block == 0) {
-        found.push_back(block_layer(operands, layout_for(operands.sizes, block, density)));
+      if (!asked("block") || in % block != 0 || out % block != 0) {
+        continue;
+      }
+      const BlockLayoutPtr layout = layout_for(operands.sizes, block, density);
+      // Whole blocks, one in each row, do not make every density of a small layer.
+      if (layout->density() <= kClose * density) {
+        found.push_back(block_layer(operands, layout));
         found.back().recipe = fmt::format("Block(block={}, density={})", block, density);
         found.back().name = fmt::format("blocks of {} at {:.0f}%", block, 100 * density);
       }

@@ -57,7 +57,7 @@ BlockLayoutPtr layout_for(const LayerSizes& sizes, std::int64_t block, double de
 Layer factor_layer(LayerOperands& operands, std::span<const KroneckerPtr> patterns);
 
 /// All structures of `kinds` that fit the sizes, without dense ones: 2:4, blocks of 32 to 128 at densities of 0.5 to
-/// 0.1, Monarch of several sizes.
+/// 0.1 as far as whole blocks make them, Monarch of several sizes.
 std::vector<Layer> sparse_layers(LayerOperands& operands, std::span<const std::string> kinds);
 
 /// Calls the layer and compares samples of y with sums in float64. In training the gradients, too: as y is linear in x

@@ -66,7 +66,7 @@ def every_key(rows: int, cols: int) -> Pattern:
 def patterns_of(function: OfLength, queries: Any, keys: Any) -> tuple[Any, ...]:
     """What a function gives for q and k of these shapes, checked."""
     rows, cols = _shapes.lengths("attention", queries, keys)
-    return _shapes.flat_patterns("attention", function(rows, cols), queries)
+    return _shapes.flat_patterns("attention", _shapes.made_for("attention", function, rows, cols), queries)
 
 
 def _resolved(op: DifferentiableOp, at: int) -> Callable[..., Any]:

@@ -20,9 +20,14 @@ def has_interval_rows(key: str) -> bool:
     return _shapes.has_interval_rows(key)
 
 
+def _function(selected: object, cu_q: object) -> str:
+    """What a person called."""
+    return "varlen_attention" if cu_q is not None else "selected_attention" if selected is not None else "attention"
+
+
 @dynamic_attention_op.register_fake
 def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    op = "varlen_attention" if rest[5] is not None else "selected_attention" if rest[4] is not None else "attention"
+    op = _function(rest[4], rest[5])
     known = [operand(name, t) for name, t in zip("qkv", (q, k, v), strict=True)]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     if rest[5] is not None:  # documents are packed, rows first
@@ -76,10 +81,14 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Ten
     return tuple(gradients)
 
 
+def _setup_second(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+    ctx.function = _function(*inputs[11:13])  # behind out, lse, d_out and d_lse
+
+
 def _second(ctx: Any, *gradients: Tensor) -> None:
     raise NotImplementedError(
-        "attention: gradient: expected to be differentiated once, got a second time; for second derivatives apply "
-        "torch.softmax to scores with −inf where a key is not seen"
+        f"{ctx.function}: gradient: expected to be differentiated once, got a second time; for second derivatives "
+        "apply torch.softmax to scores with −inf where a key is not seen"
     )
 
 
@@ -119,7 +128,7 @@ def _cast(*arguments: Any) -> tuple[Any, ...]:
 
 
 dynamic_attention_op.register_gradient(_gradient, _setup)
-dynamic_attention_backward_op.register_gradient(_second)
+dynamic_attention_backward_op.register_gradient(_second, _setup_second)
 dynamic_attention_op.register_vmap(_vmap)
 dynamic_attention_backward_op.register_vmap(_backward_vmap)
 dynamic_attention_op.register_autocast(_cast)

@@ -40,7 +40,8 @@ def from_bitmask(compressed: Tensor, bitmask: Tensor, shape: Tensor | list[int] 
     check_tensor(op, "bitmask", bitmask)
     rows, cols = _two(op, "shape", shape)
     if compressed.dtype == torch.float32:
-        refuse(op, "compressed", "a 16-bit or an 8-bit type, as float32 is 1:2 here", "float32; cast it to bfloat16")
+        got = "float32; cast it to bfloat16 (dtype= of read and load)"
+        refuse(op, "compressed", "a 16-bit or an 8-bit type, as float32 is 1:2 here", got)
     if tuple(compressed.shape) != (rows, cols // 2) or cols % 4:
         refuse(op, "compressed", f"half of {(rows, cols)}, groups of 4 in rows", tuple(compressed.shape))
     if bitmask.dtype != torch.uint8 or tuple(bitmask.shape) != (rows, -(-cols // 8)):
@@ -63,8 +64,8 @@ def from_marlin_24(
 ) -> TwoFour:
     """A quantized matrix (N, K) of `marlin_24`, with its scales multiplied in: 4 or 8 bits, as the sizes say.
 
-    `weight_packed` is int32 (K/32, 16·N·bits/32), `scale_packed` (groups, N), and `meta` holds the words of torch's
-    semi-structured tensors.
+    `weight_packed` is int32 (K/32, 16·N·bits/32), `scale_packed` (groups, N), and `meta` has N·K/16 words of int16 in
+    the order in which the Marlin kernels read them.
     """
     op = "from_marlin_24"
     tensors = {"weight_packed": weight_packed, "scale_packed": scale_packed, "meta": meta}
@@ -85,7 +86,7 @@ def from_marlin_24(
         refuse(op, "scale_packed and meta", f"a divisor of {half} groups and {n * half // 8} words", sizes)
     whole = _unpacked(weight_packed, bits, n).to(torch.float32) - (1 << bits - 1)
     scales = _scales(scale_packed, half).to(torch.float32).repeat_interleave(half // groups, 0)
-    codes = two_four.from_layout(whole.T.to(torch.float16), meta.reshape(n, half // 8), "torch")
+    codes = TwoFour(whole.T.to(torch.float16), _words(meta, n, half // 8))
     # The metadata is canonical for the codes: a scale of zero moves nothing.
     return from_parts((whole * scales).T.contiguous().to(dtype), codes.metadata, 1)
 
@@ -104,6 +105,14 @@ def _unpacked(packed: Tensor, bits: int, n: int) -> Tensor:
     plain[:, order] = codes.view(-1, order.numel())
     tiles = plain.view(packed.shape[0], n // 16, 16, 16)
     return tiles.permute(0, 2, 1, 3).reshape(-1, n)
+
+
+def _words(meta: Tensor, rows: int, cols: int) -> Tensor:
+    """The metadata row by row: columns stand in pairs, rows of 64 are shuffled, squares of 2 × 2 are transposed."""
+    row, col = (torch.arange(size, device=meta.device) for size in (rows, cols))
+    moved = row // 64 * 64 + row // 2 % 2 * 32 + row % 64 // 8 * 4 + row % 2 * 2
+    at = col // 2 * 2 * rows + 2 * (moved[:, None] + col % 2) + (row // 4 % 2)[:, None]
+    return meta.flatten()[at]
 
 
 def _scales(packed: Tensor, half: int) -> Tensor:

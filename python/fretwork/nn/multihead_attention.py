@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fretwork import patterns
 from fretwork._checks import flag, whole_number
+from fretwork._shapes import WAYS, check_function
 from fretwork._torch.arguments import FLOATING, as_number, autocasts, dtype_name
 from fretwork._torch.attention_by_length import causally, goes_by_length
 from fretwork.attention import attention
@@ -301,14 +302,14 @@ def _positive(argument: str, value: Any) -> int:
 
 def _checked(pattern: Any, heads: int, argument: str = "pattern") -> Any:
     """A pattern, a tuple of one for each head, or a function."""
-    if isinstance(pattern, Pattern) or (argument == "pattern" and callable(pattern)):
+    if isinstance(pattern, Pattern):
+        return pattern
+    if argument == "pattern" and callable(pattern):
+        check_function(_OP, argument, pattern)
         return pattern
     if isinstance(pattern, str) or not isinstance(pattern, Sequence):
-        kinds = "a fretwork.Pattern, a sequence of them or a function of (Sq, Sk)"
-        ways = {Tensor: " (fw.patterns.from_mask makes a pattern)", str: " (fw.Pattern.parse reads one)"}
-        raise TypeError(
-            f"{_OP}: {argument}: expected {kinds}, got {type(pattern).__name__}{ways.get(type(pattern), '')}"
-        )
+        kinds, got = "a fretwork.Pattern, a sequence of them or a function of (Sq, Sk)", type(pattern).__name__
+        raise TypeError(f"{_OP}: {argument}: expected {kinds}, got {got}{WAYS.get(got, '')}")
     if len(pattern) not in (1, heads):
         raise ValueError(f"{_OP}: {argument}: expected one for each of {heads} heads, got {len(pattern)}")
     for n, p in enumerate(pattern):

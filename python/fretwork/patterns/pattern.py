@@ -8,6 +8,7 @@ import functools
 import math
 import operator
 import os
+import re
 import shutil
 import sys
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from fretwork.patterns.block import BlockLayout
 
 _LARGEST_MASK = 2**30
+_PACKED = re.compile(r"~[\w-]{13,}")  # bits, six in a letter
+_NUMBERS = re.compile(r"((?:-?\d+,){4})(?:-?\d+,){12,}-?\d+")
 
 
 class Pattern:
@@ -309,7 +312,15 @@ class Pattern:
         return self
 
     def __repr__(self) -> str:
-        return f"Pattern({self.text!r})"
+        """The text; one whose bits or numbers nobody would read is cut, and its facts follow.
+
+        >>> import fretwork as fw
+        >>> fw.patterns.causal(64), fw.patterns.from_mask(fw.patterns.causal(64).mask())
+        (Pattern('causal(64)'), Pattern('from_mask((64,64),~…)', shape=(64, 64), nnz=2080, density=0.5078))
+        """
+        short = _PACKED.sub("~…", _NUMBERS.sub(r"\1…", self.text))
+        facts = f", shape={self.shape}, nnz={self.nnz}, density={self.density:.4g}"
+        return f"Pattern({short!r}{facts if short != self.text else ''})"
 
 
 def _slice_ends(one: slice, length: int) -> tuple[int, int]:

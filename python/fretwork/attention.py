@@ -20,7 +20,6 @@ from fretwork._torch.attention_by_length import (
     patterns_of,
 )
 from fretwork._torch.differentiable import called_with_tensors
-from fretwork._torch.dynamic_attention import with_sinks
 from fretwork.block_lists import BlockLists
 from fretwork.dynamic_attention import block_attention, block_attention_plainly, check_sinks
 from fretwork.patterns import Pattern
@@ -230,10 +229,8 @@ def attention(
     precision = precision_name(op, precision)
     lse = None
     if blocks is not None:
-        options = (scale, bias, slopes, cap, p, seed, precision, key_padding_mask)
+        options = (scale, bias, slopes, cap, p, seed, precision, key_padding_mask, sinks)
         o, lse = block_attention(q, k, v, patterns, blocks, block, options)
-        if sinks is not None:
-            o, lse = with_sinks(o, lse, sinks)
     elif return_lse or by_length:
         attend = by_length_op if by_length else attention_op
         o, lse = attend(q, k, v, keys, scale, bias, slopes, cap, p, seed, precision, key_padding_mask, sinks)

@@ -18,8 +18,10 @@ from fretwork.jax._handlers import (
     array,
     check_precision,
     default_precision,
+    differentiable,
     differentiated_once,
     fold,
+    foreign,
     one_by_one,
     operand,
 )
@@ -96,7 +98,7 @@ def _attention_call(p: _Attention, *arguments: jax.Array) -> Sequence[jax.Array]
             jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype),
             jax.ShapeDtypeStruct(q.shape[:3], _wide(q.dtype)),
         ]
-        return jax.ffi.ffi_call("fretwork_attention", results)(*arguments, **p.options())
+        return foreign("attention", results, *arguments, **p.options())
 
     @custom_vmap
     def call(*arguments: jax.Array) -> Sequence[jax.Array]:
@@ -123,7 +125,7 @@ def _gradient_call(p: _Attention, *arguments: jax.Array) -> Sequence[jax.Array]:
         learned = [x for kind, x in zip(p.extras, arguments[7:], strict=True) if kind in "bz"]
         like = [*arguments[:3], *learned]
         results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like]
-        return jax.ffi.ffi_call("fretwork_attention_backward", results)(*arguments, **p.options())
+        return foreign("attention_backward", results, *arguments, **p.options())
 
     @custom_vmap
     def call(*arguments: jax.Array) -> Sequence[jax.Array]:
@@ -148,7 +150,7 @@ def _gradient_call(p: _Attention, *arguments: jax.Array) -> Sequence[jax.Array]:
     return differentiated_once("attention", call, instead)(*arguments)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(differentiable, static=1)
 def _attention(p: _Attention, *arguments: jax.Array) -> Sequence[jax.Array]:
     return _attention_call(p, *arguments)
 

@@ -3,7 +3,7 @@
 import ctypes
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -77,14 +77,14 @@ def default_precision() -> str:
 
 def alike(*arrays: jax.Array) -> Sequence[jax.Array]:
     """The arrays, each varying over all axes over which one of them does. Their gradients are summed over the rest."""
-    axes = [_varying(x) for x in arrays]
-    every = frozenset[str]().union(*axes)
-    return [varying(x, tuple(sorted(every - own))) for x, own in zip(arrays, axes, strict=True)]
+    every = frozenset[str]().union(*map(_varying, arrays))
+    return [varying(x, every) for x in arrays]
 
 
-def varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """The same array, varying over these axes too."""
-    return jax.lax.pcast(x, axes, to="varying") if axes else x
+    rest = tuple(sorted(frozenset(axes) - _varying(x)))
+    return jax.lax.pcast(x, rest, to="varying") if rest and hasattr(jax.lax, "pcast") else x
 
 
 def _varying(x: jax.Array) -> frozenset[str]:
@@ -99,7 +99,7 @@ def _varying(x: jax.Array) -> frozenset[str]:
 def foreign(target: str, results: Any, *arrays: jax.Array, **attributes: Any) -> Any:
     """A call of a handler. `results`, one or several, vary over the axes over which the operands do."""
     same = alike(*arrays)
-    axes = tuple(sorted(_varying(same[0])))
+    axes = _varying(same[0])
     found = jax.ffi.ffi_call(f"fretwork_{target}", results, vmap_method="sequential")(*same, **attributes)
     return jax.tree.map(lambda x: varying(x, axes), found)  # JAX takes them for the same on all devices
 

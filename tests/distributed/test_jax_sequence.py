@@ -58,7 +58,7 @@ def check(pattern, qkv, options=(), cut=(), **static):
     (o, lse), (want, want_lse) = many(*given), one(*given)
     near(o, want), near(lse, want_lse)
     d, d_lse = some(*o.shape), jnp.where(want_lse == -jnp.inf, 0, some(*lse.shape))
-    learns = tuple(n for n, x in enumerate(given) if x.dtype != bool and (n < 3 or names[n - 3] == "sinks"))
+    learns = tuple(n for n, x in enumerate(given) if x.dtype != bool and (n < 3 or names[n - 3] in ("bias", "sinks")))
     def loss(f, *a):
         o, lse = f(*a)
         return (o * d).sum() + (jnp.where(d_lse == 0, 0, lse) * d_lse).sum()
@@ -74,6 +74,9 @@ for text in texts:
     check(pattern, whole(128), dict(sinks=some(4)), scale=0.3, softcap=3.0)
     more = dict(slopes=jnp.asarray(draw.random(4), jnp.float32), key_padding_mask=padding)
     check(pattern, whole(128), more, dict(key_padding_mask=P(None, "seq")))
+for text, shape in zip(texts[1:5], [(2, 1, 128, 1), (1, 4, 128, 128), (4, 1, 128), (1,)], strict=True):
+    cut = rows if shape[-2:-1] == (128,) else P()
+    check(fw.Pattern.parse(text), whole(128), dict(bias=some(*shape), sinks=some(4)), dict(bias=cut))
 several = [fw.Pattern.parse(text) for text in texts[:4]]
 check(several, whole(128), dict(slopes=jnp.arange(4.0), sinks=some(4)))
 check([[several[2]], several], whole(128))
@@ -81,7 +84,7 @@ print("done")
 """
 
 PATTERNS = """
-check(pt.causal((60, 120)), whole(60, keys=120))
+check(pt.causal((60, 120)), whole(60, keys=120), dict(bias=some(2, 4, 60, 120)), dict(bias=rows))
 check(pt.causal((60, 120)), whole(60, keys=120), dict(slopes=jnp.arange(4.0)))
 check(None, whole(48))
 check(pt.fixed(1024, 32, 2), whole(1024, (1, 1)))  # many ranges from each device
@@ -207,7 +210,8 @@ def test_it_needs_no_torch():
         (dict(axis_name="other"), "axis_name: expected an axis of the shard_map around this call, got 'other'"),
         (dict(axis_name=3), "axis_name: expected the name of an axis, or several, got 3"),
         (dict(dropout_p=0.1), "dropout_p: expected 0 over several devices, got 0.1"),
-        (dict(bias=np.zeros((64, 64))), r"bias: expected None or alibi\(slopes\) over several devices, got ndarray"),
+        (dict(bias=np.zeros((63, 64))), r"bias: expected 64 rows, this device's, or 1, got 63 in \(63, 64\)"),
+        (dict(bias=np.zeros((64, 63))), r"bias: expected a shape that broadcasts to \(2, 2, 64, 64\), got \(64, 63\)"),
         (dict(blocks=np.ones((1, 1, 1, 1), bool)), "blocks: expected None over several devices, got ndarray"),
         (dict(q=np.zeros((2, 2, 63, 8))), r"q: expected 64 rows, one of 1 parts of 64, got 63 in \(2, 2, 63, 8\)"),
         (dict(k=np.zeros((2, 64, 8))), r"k: expected 4 dimensions \(B, Hk, keys, D\), got \(2, 64, 8\)"),

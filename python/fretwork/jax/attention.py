@@ -33,7 +33,7 @@ Patterns = Pattern | Sequence[Pattern] | Sequence[Sequence[Pattern]]
 
 
 # What may follow q, k and v, in this order, as the handlers name it: bias has 4 dimensions, dropout is a seed.
-_EXTRAS = {"bias": "b", "slopes": "s", "dropout": "d", "key_padding_mask": "k", "sinks": "z"}
+EXTRAS = {"bias": "b", "slopes": "s", "dropout": "d", "key_padding_mask": "k", "sinks": "z"}
 
 
 class AttentionCall(NamedTuple):
@@ -44,7 +44,7 @@ class AttentionCall(NamedTuple):
     softcap: float
     dropout_p: float
     precision: str
-    extras: str  # which of `_EXTRAS` there are, by their letters
+    extras: str  # which of `EXTRAS` there are, by their letters
 
     def options(self) -> dict[str, Any]:
         numbers = {"scale": self.scale, "softcap": self.softcap, "dropout_p": self.dropout_p}
@@ -205,10 +205,10 @@ def _checked_attention(
     v: jax.Array,
     extras: dict[str, jax.Array],
 ) -> Sequence[jax.Array]:
-    known = [operand(name, extras[name]) for name in _EXTRAS if name in extras and name != "dropout"]
+    known = [operand(name, extras[name]) for name in EXTRAS if name in extras and name != "dropout"]
     operands = [operand(name, x) for name, x in zip("qkv", (q, k, v), strict=True)]
     _shapes.check_attention(operands, patterns, known, scale, softcap, dropout_p)
-    ordered = {name: extras[name] for name in _EXTRAS if name in extras}
+    ordered = {name: extras[name] for name in EXTRAS if name in extras}
     if "slopes" in ordered:
         ordered["slopes"] = ordered["slopes"].astype(wide(q.dtype))
     if "bias" in ordered:
@@ -220,7 +220,7 @@ def _checked_attention(
         softcap,
         dropout_p if dropout_p < 1 else 0.0,
         precision or default_precision(),
-        "".join(_EXTRAS[name] for name in ordered),
+        "".join(EXTRAS[name] for name in ordered),
     )
     o, lse = _attention(p, q, k, v, *ordered.values())
     return o if dropout_p < 1 else jnp.where(False, o, 0), lse

@@ -24,7 +24,7 @@ class SequenceCall(NamedTuple):
 
     schedule: Schedule
     axis: str | tuple[str, ...]
-    options: AttentionCall  # its extras are those of the call, slopes, key padding and sinks: s, k, z
+    options: AttentionCall  # its extras are those of the call: bias, slopes, key padding and sinks, b, s, k, z
 
     def of_step(self, step: LocalStep) -> AttentionCall:
         extras = self.options.extras if step.sinks else self.options.extras.replace("z", "")
@@ -36,6 +36,7 @@ class _Own(NamedTuple):
 
     q: jax.Array
     keys: Arrays  # keys, values, and words of the padding, (B, 1, keys, 1)
+    bias: Arrays  # of this device's rows and all keys, or of one row or key that stands for all
     slopes: Arrays
     sinks: Arrays
 
@@ -43,7 +44,7 @@ class _Own(NamedTuple):
 def _own(call: SequenceCall, q: jax.Array, k: jax.Array, v: jax.Array, *extras: jax.Array) -> _Own:
     given = {kind: (x,) for kind, x in zip(call.options.extras, extras, strict=True)}
     words = tuple(x[:, None, :, None] for x in given.get("k", ()))
-    return _Own(q, (k, v, *words), given.get("s", ()), given.get("z", ()))
+    return _Own(q, (k, v, *words), given.get("b", ()), given.get("s", ()), given.get("z", ()))
 
 
 Kept = dict[int, Arrays]  # what came, by round
@@ -80,7 +81,11 @@ def _travel_back(call: SequenceCall, number: int, gradients: Arrays, sums: Array
 
 
 def _table(call: SequenceCall, one: Round) -> jax.Array:
-    return jnp.asarray(one.table)[jax.lax.axis_index(call.axis)]
+    return _of_device(call, jnp.asarray(one.table))
+
+
+def _of_device(call: SequenceCall, table: jax.Array) -> jax.Array:
+    return table[jax.lax.axis_index(call.axis)]
 
 
 def _after(arrays: Arrays, earlier: jax.Array) -> Arrays:
@@ -154,13 +159,30 @@ def _switch(call: SequenceCall, stage: Stage, compute: Callable[..., Any], *oper
     branches = [functools.partial(compute, steps) for steps in stage.branches]
     if len(branches) == 1:
         return branches[0](*operands)
-    which = jnp.asarray(stage.branch_of, jnp.int32)[jax.lax.axis_index(call.axis)]
-    return jax.lax.switch(which, branches, *operands)
+    return jax.lax.switch(_of_device(call, jnp.asarray(stage.branch_of, jnp.int32)), branches, *operands)
 
 
-def _extras(step: LocalStep, own: _Own, words: Sequence[jax.Array]) -> Arrays:
-    """In the order of the handlers."""
-    return (*own.slopes, *(x[:, 0, :, 0] for x in words), *(own.sinks if step.sinks else ()))
+def _first_keys(call: SequenceCall, stage: Stage) -> jax.Array | None:
+    """Where the pieces of this device's steps begin, if a bias asks for it."""
+    return _of_device(call, jnp.asarray(stage.first_keys)) if "b" in call.options.extras else None
+
+
+def _of_bias(step: LocalStep, bias: jax.Array, first_key: jax.Array) -> jax.Array:
+    bias = bias if bias.shape[2] == 1 else _rows(step, bias)
+    return bias if bias.shape[3] == 1 else jax.lax.dynamic_slice_in_dim(bias, first_key, step.length, 3)
+
+
+def _add_bias(step: LocalStep, total: jax.Array, first_key: jax.Array, part: jax.Array) -> jax.Array:
+    row = 0 if total.shape[2] == 1 else step.rows[0]
+    start = (0, 0, row, 0 if total.shape[3] == 1 else first_key)
+    there = jax.lax.dynamic_slice(total, start, part.shape)
+    return jax.lax.dynamic_update_slice(total, there + part.astype(total.dtype), start)
+
+
+def _extras(step: LocalStep, n: int, own: _Own, words: Sequence[jax.Array], firsts: jax.Array | None) -> Arrays:
+    """Of step n, in the order of the handlers."""
+    bias = () if firsts is None else tuple(_of_bias(step, x, firsts[n]) for x in own.bias)
+    return (*bias, *own.slopes, *(x[:, 0, :, 0] for x in words), *(own.sinks if step.sinks else ()))
 
 
 def _run(call: SequenceCall, *arguments: jax.Array) -> tuple[Arrays, Kept]:
@@ -177,19 +199,25 @@ def _run(call: SequenceCall, *arguments: jax.Array) -> tuple[Arrays, Kept]:
         came |= {r: _travel(call, r, keys) for r in stage.rounds}
         if any(stage.branches):
             here = {r: came[r] for r in stage.needs}
-            rows = _switch(call, stage, functools.partial(_forward_steps, call), rows, own, here)
+            compute = functools.partial(_forward_steps, call)
+            rows = _switch(call, stage, compute, rows, own, here, _first_keys(call, stage))
             done.append(rows[1])
     return (rows[0].astype(q.dtype), rows[1]), came
 
 
 def _forward_steps(
-    call: SequenceCall, steps: Sequence[LocalStep], rows: Sequence[jax.Array], own: _Own, came: Kept
+    call: SequenceCall,
+    steps: Sequence[LocalStep],
+    rows: Sequence[jax.Array],
+    own: _Own,
+    came: Kept,
+    firsts: jax.Array | None,
 ) -> Sequence[jax.Array]:
     o, lse = rows
-    for step in steps:
+    for n, step in enumerate(steps):
         first, last = step.rows
         keys, values, *words = _pieces(step, own.keys, came)
-        extras = _extras(step, own, words)
+        extras = _extras(step, n, own, words, firsts)
         found = attention_call(call.of_step(step), _rows(step, own.q), keys, values, *extras)
         o, lse = _merged(step, o, lse, *(x[:, :, : last - first] for x in found))
     return [o, lse]
@@ -217,6 +245,7 @@ class _Sums(NamedTuple):
 
     q: jax.Array
     keys: Arrays
+    bias: Arrays
     sinks: Arrays
 
 
@@ -240,14 +269,15 @@ def _backward_steps(
     own: _Own,
     came: Kept,
     results: _Results,
+    firsts: jax.Array | None,
 ) -> tuple[_Sums, Kept]:
     """Adds what these steps give to the gradients of what is here and of what came."""
-    for step in steps:
+    for n, step in enumerate(steps):
         (first, last), p = step.rows, call.of_step(step)
         keys, values, *words = _pieces(step, own.keys, came)
         o, lse, d_o, d_lse = (_rows(step, x, -jnp.inf if x is results.lse else 0.0) for x in results)
-        extras = _extras(step, own, words)
-        d_q, d_k, d_v, *d_sinks = attention_gradients(p, _rows(step, own.q), keys, values, o, lse, d_o, d_lse, *extras)
+        extras = _extras(step, n, own, words, firsts)
+        d_q, d_k, d_v, *learned = attention_gradients(p, _rows(step, own.q), keys, values, o, lse, d_o, d_lse, *extras)
         d_keys, of_keys = (d_k, d_v), sums.keys
         if step.own:
             mine, (begin, end) = step.own
@@ -257,15 +287,19 @@ def _backward_steps(
             parts = (_take(x, part.keys) for x in d_keys)
             given = tuple(_add(total, part.rows, x) for total, x in zip(back[part.round], parts, strict=True))
             back = {**back, part.round: given}
-        of_sinks = tuple(total + x for total, x in zip(sums.sinks, d_sinks, strict=True)) if d_sinks else sums.sinks
-        sums = _Sums(_add(sums.q, (step.rows,), d_q[:, :, : last - first]), of_keys, of_sinks)
+        of_bias, of_sinks = sums.bias, sums.sinks
+        if firsts is not None:
+            of_bias = (_add_bias(step, of_bias[0], firsts[n], learned[0]),)
+        if "z" in p.extras:
+            of_sinks = (of_sinks[0] + learned[-1],)
+        sums = _Sums(_add(sums.q, (step.rows,), d_q[:, :, : last - first]), of_keys, of_bias, of_sinks)
     return sums, back
 
 
 def _gradients(call: SequenceCall, arguments: Arrays, came: Kept, results: _Results) -> _Sums:
     own, schedule = _own(call, *arguments), call.schedule
     k_and_v, keys = own.keys[:2], own.keys
-    sums = _Sums(_zeros(own.q), tuple(map(_zeros, k_and_v)), tuple(map(_zeros, own.sinks)))
+    sums = _Sums(_zeros(own.q), *(tuple(map(_zeros, arrays)) for arrays in (k_and_v, own.bias, own.sinks)))
     others = tuple(map(_zeros, k_and_v))  # apart, so that no stage waits for what returns
     back, done = Kept(), [sums.q]
     last = {r: n for n, stage in enumerate(schedule.stages) for r in stage.needs}
@@ -281,7 +315,7 @@ def _gradients(call: SequenceCall, arguments: Arrays, came: Kept, results: _Resu
         back |= {r: tuple(_zeros(x, dtype=x.dtype) for x in came[r][:2]) for r in new}
         asked = {r: back[r] for r in stage.needs}
         compute = functools.partial(_backward_steps, call)
-        sums, given = _switch(call, stage, compute, sums, asked, own, here, results)
+        sums, given = _switch(call, stage, compute, sums, asked, own, here, results, _first_keys(call, stage))
         done.append(sums.q)
         back |= given
         for r in stage.needs:
@@ -306,10 +340,9 @@ def _backward(call: SequenceCall, saved: Any, d: Sequence[jax.Array]) -> tuple[j
     arguments, came, results = saved
     sums = _gradients(call, arguments, came, _Results(*results, *d))
     q, k, v = (x.astype(like.dtype) for x, like in zip((sums.q, *sums.keys), arguments, strict=False))
-    of_extras: list[jax.Array | None] = [None] * len(call.options.extras)
-    if sums.sinks:
-        of_extras[-1] = sums.sinks[0].astype(arguments[-1].dtype)
-    return q, k, v, *of_extras
+    learned = {"b": sums.bias, "z": sums.sinks}
+    of_extras = zip(call.options.extras, arguments[3:], strict=True)
+    return q, k, v, *(learned[kind][0].astype(x.dtype) if kind in learned else None for kind, x in of_extras)
 
 
 sequence_attention.defvjp(_forward, _backward)

@@ -70,11 +70,15 @@ class LocalStep:
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """`branches[branch_of[rank]]` is what a device computes when the rounds up to here have arrived."""
+    """`branches[branch_of[rank]]` is what a device computes when the rounds up to here have arrived.
+
+    `first_keys[rank]` says for each of its steps where the piece of keys begins in the whole.
+    """
 
     rounds: tuple[int, ...]
     branches: tuple[tuple[LocalStep, ...], ...]
     branch_of: tuple[int, ...]
+    first_keys: np.ndarray
 
     @property
     def needs(self) -> tuple[int, ...]:
@@ -180,7 +184,7 @@ def _stage(
 ) -> Stage:
     """The steps that wait for what comes from this far, and for nothing that comes from farther."""
     branches: list[tuple[LocalStep, ...]] = []
-    branch_of = []
+    branch_of, first_keys = [], []
     for rank, plan in enumerate(plans):
         waits = [(step, _farthest(step, rank, len(plans))) for step in plan.steps]
         late = any(step.merges and farthest < distance for step, farthest in waits)
@@ -190,7 +194,10 @@ def _stage(
             found = len(branches)
             branches.append(mine)
         branch_of.append(found)
-    return Stage(tuple(rounds), tuple(branches), tuple(branch_of))
+        first_keys.append([step.place[1] for step in mine])
+    most = max(map(len, first_keys))
+    table = np.array([keys + [0] * (most - len(keys)) for keys in first_keys], np.int32)
+    return Stage(tuple(rounds), tuple(branches), tuple(branch_of), table)
 
 
 def _farthest(step: Step, rank: int, devices: int) -> int:

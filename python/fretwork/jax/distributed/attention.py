@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 from fretwork import _shapes
 from fretwork._checks import fail, number
 from fretwork.jax._handlers import alike, array, check_precision, default_precision, operand, varying
-from fretwork.jax.attention import AttentionCall, Patterns, alibi, wide
+from fretwork.jax.attention import EXTRAS, AttentionCall, Patterns, alibi, wide
 from fretwork.jax.distributed._pieces import SequenceCall, sequence_attention
 from fretwork.jax.distributed._rounds import schedule_of
 from fretwork.jax.dynamic_attention import BlockLists
@@ -31,7 +31,7 @@ def attention(
     pattern: Patterns | None,
     axis_name: AxisName,
     scale: float | None = None,
-    bias: alibi | None = None,
+    bias: ArrayLike | alibi | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     return_lse: Literal[False] = False,
@@ -51,7 +51,7 @@ def attention(
     pattern: Patterns | None,
     axis_name: AxisName,
     scale: float | None = None,
-    bias: alibi | None = None,
+    bias: ArrayLike | alibi | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     *,
@@ -71,7 +71,7 @@ def attention(
     pattern: Patterns | None,
     axis_name: AxisName,
     scale: float | None = None,
-    bias: alibi | None = None,
+    bias: ArrayLike | alibi | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     return_lse: bool = False,
@@ -90,7 +90,7 @@ def attention(
     pattern: Patterns | None,
     axis_name: AxisName,
     scale: float | None = None,
-    bias: alibi | None = None,
+    bias: ArrayLike | alibi | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     return_lse: bool = False,
@@ -109,8 +109,8 @@ def attention(
     way and are added in a fixed order. A row whose keys come in one piece is computed as on one device; others are
     merged by their log-sum-exp.
 
-    `key_padding_mask` is (B, keys), of this device's keys. `sinks` are of all heads. `bias` may be `alibi(slopes)`.
-    Other biases, dropout and `blocks` are refused.
+    `key_padding_mask` is (B, keys), of this device's keys. `sinks` are of all heads. `bias` has this device's rows and
+    all columns, or broadcasts, or is `alibi(slopes)`. Dropout and `blocks` are refused.
 
     >>> import jax.numpy as jnp, fretwork as fw, fretwork.jax as fj
     >>> from jax.sharding import Mesh, PartitionSpec as P
@@ -121,10 +121,14 @@ def attention(
     >>> bool(jnp.allclose(o, fj.attention(q, k, v, pattern), atol=1e-6))
     True
     """
-    _refuse(bias, number(_OP, "dropout_p", dropout_p), blocks)
+    _refuse(number(_OP, "dropout_p", dropout_p), blocks)
     check_precision(_OP, precision)
     arrays = [array(_OP, name, x) for name, x in zip("qkv", (q, k, v), strict=True)]
-    extras: dict[str, jax.Array] = {} if bias is None else {"slopes": bias.slopes}
+    extras: dict[str, jax.Array] = {}
+    if isinstance(bias, alibi):
+        extras["slopes"] = bias.slopes
+    elif bias is not None:
+        extras["bias"] = array(_OP, "bias", bias)
     for name, x in (("key_padding_mask", key_padding_mask), ("sinks", sinks)):
         if x is not None:
             extras[name] = array(_OP, name, x)
@@ -134,13 +138,16 @@ def attention(
     _check(arrays, patterns, devices, extras, scale, softcap)
     if "slopes" in extras:
         extras["slopes"] = extras["slopes"].astype(wide(arrays[0].dtype))
+    if "bias" in extras:
+        x = extras["bias"]
+        extras["bias"] = x.reshape((1,) * (4 - x.ndim) + x.shape)
     options = AttentionCall(
         (),
         float(arrays[0].shape[-1] ** -0.5) if scale is None else scale,
         softcap,
         0.0,
         precision or default_precision(),
-        "".join({"slopes": "s", "key_padding_mask": "k", "sinks": "z"}[name] for name in extras),
+        "".join(EXTRAS[name] for name in extras),
     )
     axes = (axis_name,) if isinstance(axis_name, str) else axis_name
     operands = (varying(x, axes) for x in alike(*arrays, *extras.values()))
@@ -150,11 +157,7 @@ def attention(
     return (o, lse) if return_lse else o
 
 
-def _refuse(bias: object, dropout_p: float, blocks: object) -> None:
-    if bias is not None and not isinstance(bias, alibi):
-        raise NotImplementedError(
-            f"{_OP}: bias: expected None or alibi(slopes) over several devices, got {type(bias).__name__}"
-        )
+def _refuse(dropout_p: float, blocks: object) -> None:
     if dropout_p != 0:
         raise NotImplementedError(
             f"{_OP}: dropout_p: expected 0 over several devices, got {dropout_p}; drop elements of the result instead"
@@ -214,6 +217,11 @@ def _check(
     given = []
     for name, x in extras.items():
         shape = x.shape
+        if name == "bias" and x.ndim >= 2 and shape[-2] != 1:
+            rows = queries // devices
+            if shape[-2] != rows:
+                fail(_OP, name, f"{rows} rows, this device's, or 1", f"{shape[-2]} in {shape}")
+            shape = *shape[:-2], queries, shape[-1]
         if name == "key_padding_mask":
             batch = arrays[0].shape[0]
             if shape != (batch, keys // devices):

@@ -10,13 +10,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from fretwork.distributed.shards import Ranges, keys_of_rows
 from fretwork.patterns import Pattern
 from fretwork.patterns.pattern import placed
+
+if TYPE_CHECKING:
+    import torch
 
 Range = tuple[int, int]
 
@@ -43,6 +46,8 @@ class Places:
         if len(self.ranges) == 1:
             first, last = self.ranges[0]
             return t[:, :, first:last]
+        import torch
+
         if len(self.ranges) <= _FEW_RANGES:
             return torch.cat([t[:, :, first:last] for first, last in self.ranges], 2)
         return t.index_select(2, self._at(t.device))
@@ -63,6 +68,8 @@ class Places:
             done += last - first
 
     def _at(self, device: torch.device) -> torch.Tensor:
+        import torch
+
         if device not in self._index:
             every = np.concatenate([np.arange(first, last) for first, last in self.ranges])
             self._index[device] = torch.from_numpy(every).to(device)

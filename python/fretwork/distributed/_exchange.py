@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -63,6 +64,20 @@ class Exchange:
                     work.wait()
             if arrived is not None:
                 yield peer, arrived
+
+
+def packed(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors one after another in a flat one, each copied once."""
+    flat = parts[0].new_empty(sum(t.numel() for t in parts))
+    for place, t in zip(unpacked(flat, [t.shape for t in parts]), parts, strict=True):
+        place.copy_(t)
+    return flat
+
+
+def unpacked(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The parts of a flat tensor."""
+    parts = flat.split([math.prod(shape) for shape in shapes])
+    return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def checked_group(op: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -17,9 +17,9 @@ from fretwork._torch.arguments import as_number, autocasts, check_tensor, precis
 from fretwork._torch.registration import lowered, operand
 from fretwork.attention import Patterns, alibi
 from fretwork.block_lists import BlockLists
+from fretwork.distributed._call import Call
 from fretwork.distributed._exchange import checked_group, gathered
-from fretwork.distributed._pieces import Call, PiecewiseAttention
-from fretwork.distributed._steps import plan_of
+from fretwork.distributed._pieces import PiecewiseAttention
 from fretwork.distributed.shards import Ranges, Shards, equal_ranges
 from fretwork.patterns import Pattern
 
@@ -123,9 +123,10 @@ def attention(
 
     Of other ranks come exactly the keys and values that this rank's rows have (`shards.needs`), point to point, while
     the rank works on what it has. Gradients go back the same way and are added in a fixed order. A row whose keys come
-    in one piece is computed as in one process; others are merged by their log-sum-exp. Where received keys outnumber
-    the rank's own they are not kept for the gradient but sent again. Every rank makes the same call, and calls backward
-    if one does. Ranks compare what they were called with when a group first sees such a call.
+    in one piece is computed as in one process; others are merged by their log-sum-exp. Where received keys
+    are more than two equal parts of all keys they are not kept for the gradient but sent again. Every rank makes the
+    same call, and calls backward if one does. Ranks compare what they were called with when a group first sees such a
+    call.
 
     A `bias` has this rank's rows and all columns, or broadcasts; its gradient is this rank's share, as that of `sinks`
     is. `key_padding_mask` is (B, keys) of this rank's keys, or (B, Sk) of all. Other options are those of
@@ -159,8 +160,8 @@ def attention(
     whole = key_padding_mask is not None and key_padding_mask.shape[1] != k.shape[2]
     if slopes is not None:
         slopes = slopes.detach().to(torch.float64 if q.dtype == torch.float64 else torch.float32)
-    plan = plan_of(patterns, rows, keys, rank, slopes is not None)
-    call = Call(plan, group, scale, softcap, precision_name(_OP, precision), slopes, key_padding_mask, whole)
+    options = scale, softcap, precision_name(_OP, precision), slopes, key_padding_mask, whole
+    call = Call(patterns, rows, keys, group, *options)
     _agree((q, k, v), patterns, (rows, keys), call, given)
     o, lse = PiecewiseAttention.apply(q, k, v, bias, sinks, call)
     return (o, lse) if return_lse else o

@@ -4,7 +4,7 @@ Forward and backward pass of the same whole sequence, in turns: first rank 0 alo
 parts. Prints milliseconds on the clock (the slowest rank's) and of the processor (the busiest rank's; waiting does not
 count), and their ratios to one process. On a machine that does other things, the processor's are the ones to compare.
 
-  python bench/compare_distributed.py [--world 2] [--length 8192] [--out bench/results]
+  python bench/compare_distributed.py [--world 2] [--length 8192] [--method ranges] [--out bench/results]
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import fretwork as fw
 import fretwork.distributed as fd
 from rows import Row, folder, machine, store
 
-IDENTITY = ("device", "pattern", "world", "batch", "heads", "depth", "dtype")
+IDENTITY = ("device", "pattern", "world", "batch", "heads", "depth", "dtype", "method")
 PATTERNS: dict[str, Callable[[int], fw.Pattern]] = {
     "causal window": lambda length: fw.patterns.sliding_window(length, 511, 0),
     "window": lambda length: fw.patterns.sliding_window(length, 256, 256),
@@ -65,7 +65,7 @@ def compare(name: str, given: argparse.Namespace) -> Row:
         t.requires_grad_()
 
     def many() -> None:
-        both_passes(lambda q, k, v: fd.attention(q, k, v, pattern, shards), leaves, d_out)
+        both_passes(lambda q, k, v: fd.attention(q, k, v, pattern, shards, method=given.method), leaves, d_out)
 
     def one() -> None:
         both_passes(lambda q, k, v: fw.attention(q, k, v, pattern), whole[:3], whole[3])
@@ -82,7 +82,7 @@ def compare(name: str, given: argparse.Namespace) -> Row:
     of = {side: [statistics.median(taken) for taken in zip(*all_, strict=True)] for side, all_ in times.items()}
     return {
         "pattern": pattern.text, "name": name, "world": given.world, "batch": 1, "heads": [heads, key_heads],
-        "depth": given.depth, "dtype": "float32",
+        "depth": given.depth, "dtype": "float32", "method": given.method,
         "ms": {side: clock for side, (clock, _) in of.items()},
         "processor_ms": {side: work for side, (_, work) in of.items()},
     }  # fmt: skip
@@ -117,6 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--heads", type=int, nargs=2, default=(8, 8), help="of queries and of keys")
     parser.add_argument("--depth", type=int, default=64)
+    parser.add_argument("--method", default="auto", help="auto, ranges or ulysses")
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, help="folder of results to keep the rows in, such as bench/results")

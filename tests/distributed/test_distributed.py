@@ -138,6 +138,11 @@ def every_kind_of_pattern(rank, world):
         fd.shard(P.causal((60, 150)), world, 8),
         dict(bias=fw.alibi(torch.rand(4, dtype=F64))),
     )
+    check(rank, P.causal((60, 150)), fd.shard(P.causal((60, 150)), world, 64), {})  # keys without rows
+    whole_mask = dict(key_padding_mask=torch.rand(2, 60) < 0.3)  # one rank holds all keys: its mask is whole, too
+    check(rank, P.causal(60), fd.shard(P.causal(60), world, 128), whole_mask)
+    empty_row = [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0], [1, 0, 1, 0, 0], [0, 0, 0, 0, 0], [1, 0, 0, 0, 1]]
+    check(rank, fw.BlockLayout(empty_row, block=16), None, {})
     check(rank, P.fixed(1024, 32, 2), None, {}, heads=(1, 1))  # many ranges from each rank
     check(rank, fw.BlockLayout((torch.rand(5, 5) < 0.5).int(), block=16), None, {})
     check(rank, P.place(P.full(0), (90, 90)), None, {})

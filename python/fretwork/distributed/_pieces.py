@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fretwork._shapes import Shape
 from fretwork._torch.arguments import pattern_keys
 from fretwork._torch.attention import attention_backward_op, attention_op
 from fretwork.distributed._call import Call
-from fretwork.distributed._exchange import Exchange, packed, unpacked
+from fretwork.distributed._exchange import Exchange
 from fretwork.distributed._steps import Places, Range, Step, joined, meet
 
 _OP = "attention"
@@ -158,8 +159,8 @@ class _Backward:
         self.wanted = [n for n in (1, 2) if self.needs[n]]  # of keys and values
         self.d_bias = self._zeros(self.bias, self.needs[3])
         self.d_sinks = self._zeros(self.sinks, self.needs[4])
-        # For each peer the gradients of what it sent, in the order in which it sent it: flat, and as parts of that.
-        self.back: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        # For each peer the gradients of the keys and values that it sent, in the order in which it sent them.
+        self.back: dict[int, dict[int, Tensor]] = {}
 
     @staticmethod
     def _zeros(t: Tensor | None, needed: bool) -> Tensor | None:
@@ -177,10 +178,9 @@ class _Backward:
         returned.post()
         for step in later:
             self._step(step, *_assembled(step, (self.k, self.v), self.kept))
-        for peer, flat in returned.arrivals():
-            places = plan.gives[peer]
-            for n, part in zip(self.wanted, unpacked(flat, self._shapes(places.count)), strict=True):
-                self.sums[n].add_at(places, part)
+        for peer, parts in returned.arrivals():
+            for n, part in zip(self.wanted, parts, strict=True):
+                self.sums[n].add_at(plan.gives[peer], part)
         results = [total.done() if needed else None for total, needed in zip(self.sums, self.needs, strict=False)]
         for total, like in ((self.d_bias, self.bias), (self.d_sinks, self.sinks)):
             results.append(None if total is None or like is None else total.to(like.dtype))
@@ -209,27 +209,31 @@ class _Backward:
     def _give_back(self, step: Step, n: int, part: Tensor) -> None:
         """Gradients of a piece's keys or values, to whom these belong."""
         for source in step.sources:
-            if source.peer not in self.back:
-                shapes = self._shapes(self.call.plan.receives[source.peer])
-                flat = part.new_empty(sum(map(math.prod, shapes)))
-                self.back[source.peer] = flat, unpacked(flat, shapes)
-            place = self.back[source.peer][1][self.wanted.index(n)]
-            source.rows.put(place, source.keys.take(part))
+            back, found = self.back.setdefault(source.peer, {}), source.keys.take(part)
+            count = self.call.plan.receives[source.peer]
+            if source.rows.ranges == ((0, count),):
+                back[n] = found
+                continue
+            if n not in back:
+                back[n] = part.new_empty((*part.shape[:2], count, part.shape[3]))
+            source.rows.put(back[n], found)
         if step.own:
             (first, last), (begin, end) = step.own
             self.sums[n].add(first, last, part[:, :, begin:end])
 
-    def _shapes(self, count: int) -> list[tuple[int, ...]]:
-        """Of so many rows of gradients, of keys and of values."""
-        return [(*t.shape[:2], count, t.shape[3]) for n, t in ((1, self.k), (2, self.v)) if n in self.wanted]
-
     def _returning(self) -> Exchange:
-        sizes = {peer: sum(map(math.prod, self._shapes(places.count))) for peer, places in self.call.plan.gives.items()}
+        def given(peer: int) -> list[Tensor]:
+            parts = self.back.pop(peer, {})
+            return [parts[n] for n in self.wanted if n in parts]
 
-        def given(peer: int) -> Tensor | None:
-            return self.back.pop(peer)[0] if peer in self.back else None
+        likes = [(self.q, self.k, self.v)[n] for n in self.wanted]
+        shapes = {peer: _shapes(likes, places.count) for peer, places in self.call.plan.gives.items()}
+        return Exchange(_OP, self.call.group, given, shapes, self.k, back=True)
 
-        return Exchange(_OP, self.call.group, given, sizes, self.k, back=True)
+
+def _shapes(likes: Iterable[Tensor], count: int) -> list[Shape]:
+    """Of so many rows of each."""
+    return [(*t.shape[:2], count, t.shape[3]) for t in likes]
 
 
 def whole_gradient(d: Tensor | None, like: Tensor) -> Tensor:
@@ -259,31 +263,26 @@ def _arriving(
     plan = call.plan
     receives = {} if again and not plan.fetches else plan.receives
 
-    def given(peer: int) -> Tensor | None:
+    def given(peer: int) -> list[Tensor]:
         places = plan.gives.get(peer)
         if places is None or (again and not plan.fetches_again[peer]):
-            return None
-        return packed([places.take(t) for t in own])
+            return []
+        return [places.take(t) for t in own]
 
-    def shapes(count: int) -> list[tuple[int, ...]]:
-        return [(*t.shape[:2], count, t.shape[3]) for t in own]
-
-    sizes = {peer: sum(map(math.prod, shapes(count))) for peer, count in receives.items()}
-    exchange = Exchange(_OP, call.group, given, sizes, own[0])
+    exchange = Exchange(_OP, call.group, given, {n: _shapes(own, count) for n, count in receives.items()}, own[0])
     exchange.post()
     arrivals = exchange.arrivals()
     left = [source.peer for step in steps for source in step.sources]
     for step in steps:
         while any(source.peer not in kept for source in step.sources):
-            peer, flat = next(arrivals)
-            kept[peer] = unpacked(flat, shapes(plan.receives[peer]))
+            peer, parts = next(arrivals)
+            kept[peer] = parts
         yield (step, *_assembled(step, own, kept))
         for source in step.sources:
             left.remove(source.peer)
             if plan.fetches and source.peer not in left:
                 del kept[source.peer]
-    for peer, flat in arrivals:
-        kept[peer] = unpacked(flat, shapes(plan.receives[peer]))
+    kept.update(arrivals)
 
 
 def _assembled(step: Step, own: tuple[Tensor, ...], kept: Kept) -> list[Tensor]:

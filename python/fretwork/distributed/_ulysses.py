@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fretwork._shapes import Shape
 from fretwork._torch.arguments import pattern_keys
 from fretwork._torch.attention import attention_backward_op, attention_op
 from fretwork.distributed._call import Call
-from fretwork.distributed._exchange import explained, packed, unpacked
+from fretwork.distributed._exchange import explained
 from fretwork.distributed._pieces import whole_gradient
 from fretwork.distributed.shards import Ranges
 from fretwork.patterns import Pattern
@@ -159,15 +160,23 @@ def _to_rows(group: dist.ProcessGroup, *tensors: tuple[Tensor, Ranges]) -> list[
 
 
 def _all_to_all(
-    given: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]], group: dist.ProcessGroup
+    given: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Shape]], group: dist.ProcessGroup
 ) -> list[list[Tensor]]:
     """From each peer the tensors that it gives, which have these shapes, for those given to it."""
     if not given[0]:
         return []
-    sent = packed([t for parts in given for t in parts])
+    splits = [sum(t.numel() for t in parts) for parts in given]
     sizes = [sum(map(math.prod, of)) for of in shapes]
-    arrived = sent.new_empty(sum(sizes))
+    sent, arrived = given[0][0].new_empty(sum(splits)), given[0][0].new_empty(sum(sizes))
+    for flat, parts in zip(sent.split(splits), given, strict=True):
+        for place, t in zip(_parts(flat, [t.shape for t in parts]), parts, strict=True):
+            place.copy_(t)
     with explained(_OP):
-        splits = [sum(t.numel() for t in parts) for parts in given]
         dist.all_to_all_single(arrived, sent, sizes, splits, group=group)
-    return [unpacked(flat, of) for flat, of in zip(arrived.split(sizes), shapes, strict=True)]
+    return [_parts(flat, of) for flat, of in zip(arrived.split(sizes), shapes, strict=True)]
+
+
+def _parts(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+    """Tensors that lie one after another in a flat one."""
+    parts = flat.split([math.prod(shape) for shape in shapes])
+    return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]

@@ -191,7 +191,7 @@ def attention(
     check_tensor(op, "v", v)
     slopes = None
     if isinstance(bias, alibi):
-        slopes, bias = _slopes(op, bias.slopes, q), None
+        slopes, bias = slopes_of(op, bias, q), None
     elif bias is not None:
         check_tensor(op, "bias", bias)
     if key_padding_mask is not None:
@@ -241,7 +241,9 @@ def attention(
     return (o, lse) if return_lse and lse is not None else o
 
 
-def _slopes(op: str, slopes: Tensor, q: Tensor) -> Tensor:
+def slopes_of(op: str, bias: alibi, q: Tensor) -> Tensor:
+    """The slopes as ops take them."""
+    slopes = bias.slopes
     if slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             f"{op}: bias: expected slopes that require no grad, got some that do; detach them, or give the bias as a "

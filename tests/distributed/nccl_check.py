@@ -42,6 +42,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import fretwork as fw
 import fretwork.distributed as fd
+from fretwork._torch.private import gpu_sleep
 from fretwork.distributed._steps import plan_of
 
 GROUP_SECONDS = 30  # the timeout of a group's operations
@@ -129,7 +130,7 @@ class Late:
         """Copies that are NaN until the work that is queued before them is done."""
         late = [torch.full_like(t, math.nan) for t in tensors]
         if self.stream is not None:
-            torch.cuda._sleep(2_000_000)  # clocks: about a millisecond
+            gpu_sleep(2_000_000)  # clocks: about a millisecond
         for copied, t in zip(late, tensors, strict=True):
             copied.copy_(t)
         return late

@@ -15,20 +15,24 @@ Left out: what transfers cost the kernels beside them, congestion of the network
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import fretwork as fw
 import fretwork.distributed as fd
-from fretwork.distributed._steps import Plan, Step, _needs, _Planner, plan_of
+from fretwork.distributed import _steps
+from fretwork.distributed._steps import Plan, Step, plan_of
 from rows import Row
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
+Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 # Rates in bytes a millisecond, one direction. NVLink 4 has 450 GB/s on paper (H200 data sheet); NCCL reaches 370
 # (NVIDIA/nccl-tests issue 212). NDR InfiniBand has 400 Gb/s for each GPU; NCCL reaches 48 GB/s (nccl-tests issue 267).
@@ -50,6 +54,8 @@ FAMILIES = {
     "causal": fw.patterns.causal,
 }
 THIN = 16  # rows or keys
+KINDS = ("own", "row", "column", "far")
+KEPT = Path(__file__).resolve().parent.parent / "build/scale"
 
 
 # Plans
@@ -77,6 +83,60 @@ def kind_of(step: Step) -> str:
     return "row" if rows_in(step) <= THIN else "column" if step.length <= THIN else "far"
 
 
+class Steps(NamedTuple):
+    """Steps of one or of all ranks, an array of each fact."""
+
+    rank: Integers
+    distance: Integers  # to the last peer whose keys it waits for; 0: it waits for none
+    kind: Integers
+    nnz: Integers
+    rows: Integers
+    own: Integers  # keys and values of the rank itself whose gradients are added to others; 0 in a rank's first step
+    sums: Integers  # rows whose gradients are
+
+
+def steps_of(rank: int, world: int, steps: Iterable[Step]) -> list[tuple[int, ...]]:
+    """The facts of a rank's steps. The first needs no sums."""
+    found: list[tuple[int, ...]] = []
+    for n, step in enumerate(steps):
+        distance = max(((rank - source.peer) % world for source in step.sources), default=0)
+        rows, nnz = rows_in(step), step.patterns[0].nnz
+        own = 2 * (step.own[1][1] - step.own[1][0]) if step.own and n else 0
+        found.append((rank, distance, KINDS.index(kind_of(step)), nnz, rows, own, rows if n else 0))
+    return found
+
+
+def as_steps(facts: Integers) -> Steps:
+    return Steps(*facts.reshape(-1, len(Steps._fields)).T)
+
+
+def planned(family: str, tokens: int, world: int) -> tuple[Steps, Integers]:
+    """All ranks' steps, and the keys that each receives from the rank so far behind. Planning takes a while (a
+    quarter of a million steps on 512 ranks), so plans are kept in the build folder until the planner changes."""
+    shards = shards_of(family, tokens, world)
+    version = hashlib.blake2b(Path(_steps.__file__).read_bytes() + shards.pattern.text.encode(), digest_size=8)
+    path = KEPT / f"{version.hexdigest()}-{world}.npz"
+    if not path.exists():
+        KEPT.mkdir(parents=True, exist_ok=True)
+        facts, received = _planned(shards, world)
+        np.savez_compressed(path, facts=facts, received=received)
+    with np.load(path) as kept:
+        return as_steps(kept["facts"]), kept["received"]
+
+
+def _planned(shards: fd.Shards, world: int) -> tuple[Integers, Integers]:
+    patterns, keys = (shards.pattern,), tuple(shards.key_ranges)
+    received = np.zeros((world, world), np.int64)
+    facts: list[tuple[int, ...]] = []
+    for rank, rows in enumerate(shards.ranges):
+        needs = _steps._needs(patterns, rows, keys)
+        needs.pop(rank, None)
+        for peer, ranges in needs.items():
+            received[rank, (rank - peer) % world] = sum(b - a for a, b in ranges)
+        facts += steps_of(rank, world, _steps._Planner(patterns, rows, keys, rank, needs, False).steps())
+    return np.array(facts, np.int64), received
+
+
 # Costs
 
 
@@ -100,11 +160,12 @@ class Costs:
         """Of a key and its value in all heads."""
         return 2 * self.heads * self.depth * BYTES
 
-    def kernel(self, family: str, kind: str, nnz: int, which: str) -> float:
+    def kernels(self, family: str, kind: str, nnz: Integers, which: str) -> Array:
+        """Times of steps of some elements."""
         sizes, times = self._curve(family, kind, which)
-        if nnz >= math.exp(sizes[-1]):
-            return float(math.exp(times[-1] - sizes[-1]) * nnz)
-        return math.exp(float(np.interp(math.log(max(nnz, 1)), sizes, times)))
+        beyond = np.exp(times[-1] - sizes[-1]) * nnz
+        between: Array = np.exp(np.interp(np.log(np.maximum(nnz, 1)), sizes, times))
+        return np.where(nnz > np.exp(sizes[-1]), beyond, between)
 
     def _curve(self, family: str, kind: str, which: str) -> tuple[Array, Array]:
         """Logarithms of elements and times."""
@@ -128,13 +189,16 @@ class Costs:
         large = max(r["nnz"] for r in steps) / 4
         return float(min(r["ms"][which] / r["nnz"] for r in steps if r["nnz"] >= large))
 
-    def step(self, family: str, step: Step, first: bool) -> tuple[float, float]:
-        """Forward and backward, with what is done to its rows; the first step of a rank needs no sums."""
-        kind, nnz, rows = kind_of(step), step.patterns[0].nnz, rows_in(step)
-        forward = self.kernel(family, kind, nnz, "forward") + (self.merge * rows if step.merges else 0)
-        own = 2 * (step.own[1][1] - step.own[1][0]) if step.own else 0
-        backward = self.kernel(family, kind, nnz, "backward") + (0 if first else self.sum * (rows + own))
-        return max(forward, self.host["forward"]), max(backward, self.host["backward"])
+    def steps(self, family: str, steps: Steps) -> tuple[Array, Array]:
+        """Forward and backward, with what is done to rows."""
+        forward, backward = np.zeros((2, len(steps.rank)))
+        for n, kind in enumerate(KINDS):
+            at = steps.kind == n
+            forward[at] = self.kernels(family, kind, steps.nnz[at], "forward")
+            backward[at] = self.kernels(family, kind, steps.nnz[at], "backward")
+        forward += np.where(steps.kind == KINDS.index("own"), 0, self.merge * steps.rows)
+        backward += self.sum * (steps.sums + steps.own)
+        return np.maximum(forward, self.host["forward"]), np.maximum(backward, self.host["backward"])
 
 
 # Ranks
@@ -168,22 +232,12 @@ def sent_of(received: Array) -> Array:
 
 
 def ranks_of(family: str, tokens: int, world: int, costs: Costs) -> Ranks:
-    shards = shards_of(family, tokens, world)
-    patterns, keys = (shards.pattern,), tuple(shards.key_ranges)
-    received, forwards, backwards = np.zeros((3, world, world))
-    ranks = Ranks(received, forwards, backwards, np.zeros(world, bool), np.zeros(world))
-    for rank, (first, last) in enumerate(shards.ranges):
-        needs = _needs(patterns, (first, last), keys)
-        needs.pop(rank, None)
-        for peer, ranges in needs.items():
-            ranks.received[rank, (rank - peer) % world] = sum(b - a for a, b in ranges)
-        ranks.again[rank], ranks.rows[rank] = ranks.received[rank].sum() > last - first, last - first
-        for n, step in enumerate(_Planner(patterns, (first, last), keys, rank, needs, False).steps()):
-            distance = max(((rank - source.peer) % world for source in step.sources), default=0)
-            forward, backward = costs.step(family, step, n == 0)
-            ranks.forward[rank, distance] += forward
-            ranks.backward[rank, distance] += backward
-    return ranks
+    steps, received = planned(family, tokens, world)
+    forward, backward = np.zeros((2, world, world))
+    for into, times in zip((forward, backward), costs.steps(family, steps), strict=True):
+        np.add.at(into, (steps.rank, steps.distance), times)
+    rows = np.array([last - first for first, last in shards_of(family, tokens, world).ranges], float)
+    return Ranks(received.astype(float), forward, backward, received.sum(1) > rows, rows)
 
 
 def link_times(sizes: Array, direction: int, distance: int) -> Array:
@@ -308,13 +362,14 @@ def check_row(row: Row, costs: Costs) -> Row:
     """The model's sum for a measured sequence of steps, called in a plain loop, in which nothing travels."""
     family, tokens, world, rank = row["family"], row["tokens"], row["world"], row["rank"]
     plan = rank_plan(family, tokens, world, rank)
-    each = [costs.step(family, step, n == 0) for n, step in enumerate(plan.steps)]
+    steps = as_steps(np.array(steps_of(rank, world, plan.steps), np.int64))
+    works = [float(times.sum()) for times in costs.steps(family, steps)]
     given = sum(places.count for places in plan.gives.values())
     received = sum(plan.receives.values())
     packed = 2 * costs.copy * costs.key_bytes
-    forward = sum(f for f, _ in each) + given * packed
+    forward = works[0] + given * packed
     returned = received * packed + given * 2 * costs.sum
-    backward = sum(b for _, b in each) + returned + (given * packed if plan.fetches_again[rank] else 0)
+    backward = works[1] + returned + (given * packed if plan.fetches_again[rank] else 0)
     predicted = {"forward": round(forward, 4), "backward": round(backward, 4)}
     facts = {name: row[name] for name in ("family", "tokens", "world", "rank", "steps")}
     return {"part": "check", **facts, "measured": row["as_called_ms"], "predicted": predicted}

@@ -28,15 +28,15 @@ def costs():
 
 
 def test_times_between_and_beyond_the_measured_ones():
-    kernel = costs().kernel
-    assert kernel("causal", "own", 10_000, "forward") == pytest.approx(0.01)
-    assert kernel("causal", "own", 10**9, "backward") == pytest.approx(3000)
-    assert kernel("causal", "own", 5, "forward") == pytest.approx(0.001)
-    assert kernel("causal", "row", 1000, "forward") == pytest.approx(0.001)  # never measured: like its own keys
+    kernels, sizes = costs().kernels, np.array([5, 10_000, 10**9])
+    assert kernels("causal", "own", sizes, "forward") == pytest.approx([0.001, 0.01, 1000])
+    assert kernels("causal", "own", sizes, "backward") == pytest.approx([0.003, 0.03, 3000])
+    assert kernels("causal", "row", sizes, "forward")[0] == pytest.approx(0.001)  # never measured: like its own keys
 
 
 @pytest.mark.parametrize("family", scale_model.FAMILIES)
-def test_what_travels_is_what_is_needed(family):
+def test_what_travels_is_what_is_needed(family, monkeypatch, tmp_path):
+    monkeypatch.setattr(scale_model, "KEPT", tmp_path)
     ranks, shards = scale_model.ranks_of(family, 8192, 16, costs()), scale_model.shards_of(family, 8192, 16)
     for rank in range(16):
         plan = scale_model.rank_plan(family, 8192, 16, rank)
@@ -44,8 +44,9 @@ def test_what_travels_is_what_is_needed(family):
             needed = sum(b - a for a, b in shards.needs(rank).get(peer, []))
             assert ranks.received[rank, (rank - peer) % 16] == needed == ranks.sent[peer, (rank - peer) % 16]
         assert ranks.again[rank] == plan.fetches_again[rank]
-        work = sum(costs().step(family, step, n == 0)[0] for n, step in enumerate(plan.steps))
-        assert ranks.forward[rank].sum() == pytest.approx(work)
+        steps = scale_model.as_steps(np.array(scale_model.steps_of(rank, 16, plan.steps)))
+        for all_work, work in zip((ranks.forward, ranks.backward), costs().steps(family, steps), strict=True):
+            assert all_work[rank].sum() == pytest.approx(work.sum())
 
 
 def ring(world, sent, work):
@@ -90,6 +91,7 @@ def test_both_commands(monkeypatch, tmp_path):
     monkeypatch.setattr(scale, "SIZES", scale.SIZES[4:5])
     monkeypatch.setattr(scale, "SEQUENCES", [("causal", 1 << 16, 8, 7)])
     monkeypatch.setattr(scale, "LARGE", [])
+    monkeypatch.setattr(scale_model, "KEPT", tmp_path)
     monkeypatch.setattr(scale_model, "FAMILIES", {"causal": scale_model.FAMILIES["causal"]})
     threads = torch.get_num_threads()
     measure = ["measure", "--device", "cpu", "--small", "--out", str(rows)]

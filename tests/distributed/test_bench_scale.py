@@ -4,9 +4,11 @@ import json
 import sys
 
 import numpy as np
+import plot_families
 import pytest
 import torch
 
+import report_scale
 import scale
 import scale_model
 from scale_model import LATENCY, NVLINK, Costs, Ranks
@@ -113,3 +115,39 @@ def test_stops_in_time(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["scale.py", "measure", *options])
     scale.main()
     assert "out of time: " in capsys.readouterr().out
+
+
+def modelled(family, tokens, world, fits=True):
+    ms = {"forward": 1.25, "backward": 250.0, "ideal": 100.0, "all_gather": 300.0, "ring": 4000.0}
+    facts = {"device": "NVIDIA H200", "torch": "2.11", "date": "2026-11-19", "heads": 16, "depth": 128, "dtype": "bf16"}
+    sizes = {"compute_ms": 200.0, "received_gb": 0.5, "sent_gb": 2.25, "efficiency": 0.398}
+    fit = dict.fromkeys(("ours", "all_gather", "ring"), True) | {"all_gather": fits}
+    return {
+        **facts,
+        "part": "model",
+        "family": family,
+        "tokens": tokens,
+        "world": world,
+        "ms": ms,
+        "fits": fit,
+        **sizes,
+    }
+
+
+def test_page():
+    rows = [modelled("window", n, w, fits=n < 1 << 20) for n in (1 << 17, 1 << 20) for w in (8, 16, 64)]
+    check = {"part": "check", "family": "causal", "tokens": 1 << 17, "world": 8, "rank": 7, "steps": 8}
+    check |= {"measured": {"forward": 2.0, "backward": 5.0}, "predicted": {"forward": 2.1, "backward": 4.0}}
+    lines = report_scale.scale_section([*rows, check])
+    assert "| 131,072 | 8 | **251** | 1.25 | 250 | 0.40 | 0.5 | 2.25 | 300 | 4,000 |" in lines
+    assert "| 1,048,576 | 64 | **251** | 1.25 | 250 | 0.40 | 0.5 | 2.25 | – | 4,000 |" in lines
+    assert "| causal | 131,072 | 8 | 7 | 8 | 2 | 2.1 | 1.05 | 5 | 4 | 0.80 |" in lines
+    assert not any("| 16 |" in line for line in lines)
+
+
+def test_picture():
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    rows = [modelled(f, n, w) for f in scale_model.FAMILIES for n in (1 << 17, 1 << 20) for w in (8, 64)]
+    figure = plot_families.scale(pyplot, rows)
+    assert [axis.get_title() for axis in figure.axes[:5]] == list(scale_model.FAMILIES)
+    pyplot.close(figure)

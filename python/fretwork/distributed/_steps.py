@@ -262,7 +262,7 @@ class _Planner:
                 pieces.append(r)
             else:
                 pieces[-1] = pieces[-1][0], r[1]
-        return [self._step(rows, piece, piece, True) for piece in pieces if (rows := self._rows_of(piece))]
+        return [self._step(rows, piece, piece, True, (peer,)) for piece in pieces if (rows := self._rows_of(piece))]
 
     def _rows_of(self, keys: Range) -> Range | None:
         """From the first to the last of the rank's rows that have some of these keys."""
@@ -271,8 +271,8 @@ class _Planner:
         tables = [keys_of_rows(pattern.T, keys, owners).tolist() for pattern in self.distinct]
         return _hull([(a, b) for table in tables for owner, a, b in table if owner == 1])
 
-    def _step(self, rows: Range, piece: Range, within: Range, merges: bool) -> Step:
-        """Of the keys that others have only those `within`."""
+    def _step(self, rows: Range, piece: Range, within: Range, merges: bool, peers: Iterable[int] | None = None) -> Step:
+        """Of the keys that others have only those `within`, and of `peers` where the piece is theirs."""
         own = meet(piece, self.own)
         pad_rows = pad_keys = 0
         if self.aligned:
@@ -284,16 +284,16 @@ class _Planner:
             piece,
             self._sliced(rows, piece, pad_rows, pad_keys),
             (_moved(own, -self.own[0]), _moved(own, -piece[0])) if own else None,
-            tuple(self._sources(piece, within)),
+            tuple(self._sources(piece, within, self.needs if peers is None else peers)),
             merges,
             pad_rows,
             pad_keys,
         )
 
-    def _sources(self, piece: Range, within: Range) -> Iterable[Source]:
-        for peer, ranges in self.needs.items():
+    def _sources(self, piece: Range, within: Range, peers: Iterable[int]) -> Iterable[Source]:
+        for peer in peers:
             before, taken, places = 0, [], []
-            for r in ranges:
+            for r in self.needs[peer]:
                 if meet(r, within) and (both := meet(r, piece)):
                     taken.append(_moved(both, before - r[0]))
                     places.append(_moved(both, -piece[0]))

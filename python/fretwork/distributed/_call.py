@@ -77,19 +77,17 @@ class Sizes(NamedTuple):
 
 
 def method_of(method: str, patterns: tuple[Pattern, ...], rows: Ranges, keys: Ranges, sizes: Sizes) -> str:
-    """ "ranges" or "ulysses"; an error if the latter is asked for and impossible."""
+    """The method asked for, or for auto the one that sends fewer bytes."""
     if method not in METHODS:
         fail(_OP, "method", "auto, ranges or ulysses", repr(method))
-    if method != "auto":
-        if method == "ulysses":
-            _check_ulysses(len(rows), rows, sizes)
-        return method
-    return _cheapest(patterns, rows, keys, sizes)
+    if method == "ulysses":
+        _check_ulysses(rows, sizes)
+    return _cheapest(patterns, rows, keys, sizes) if method == "auto" else method
 
 
-def _check_ulysses(world: int, rows: Ranges, sizes: Sizes) -> None:
-    if sizes.key_heads % world:
-        fail(_OP, "k", f"a number of heads that {world} ranks divide, with method='ulysses'", sizes.key_heads)
+def _check_ulysses(rows: Ranges, sizes: Sizes) -> None:
+    if sizes.key_heads % len(rows):
+        fail(_OP, "k", f"a number of heads that {len(rows)} ranks divide, with method='ulysses'", sizes.key_heads)
     if sizes.bias is not None and sizes.bias.has_rows is None:
         fail(_OP, "shards", "no rank with one row, with method='ulysses' and a bias", [b - a for a, b in rows])
 

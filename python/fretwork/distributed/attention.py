@@ -162,9 +162,9 @@ def attention(
     options = scale, softcap, precision_name(_OP, precision), slopes, padding, whole, return_lse
     call = Call(patterns, rows, keys, q.shape[1], group, *options)
     sizes = _sizes(q, k, v, bias, sinks, call)
-    way = method_of(method, patterns, rows, keys, sizes)
-    _agree(way, sizes, q, call, tuple(given))
-    attend = UlyssesAttention if way == "ulysses" else PiecewiseAttention
+    chosen = method_of(method, patterns, rows, keys, sizes)
+    _agree(chosen, sizes, q, call, tuple(given))
+    attend = UlyssesAttention if chosen == "ulysses" else PiecewiseAttention
     o, lse = attend.apply(q, k, v, bias, sinks, call)
     return (o, lse) if return_lse else o
 
@@ -288,11 +288,11 @@ def _checksum(value: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _agree(way: str, sizes: Sizes, q: Tensor, call: Call, extras: tuple[str, ...]) -> None:
+def _agree(method: str, sizes: Sizes, q: Tensor, call: Call, extras: tuple[str, ...]) -> None:
     """Compares checksums with the other ranks, the first time that a group sees such a call."""
     options = call.scale, call.softcap, call.precision, extras, call.padding_is_whole, call.returns_lse
     known = _agreed.setdefault(call.group, set())
-    key = call.patterns, call.rows, call.keys, sizes, q.dtype, options, way
+    key = call.patterns, call.rows, call.keys, sizes, q.dtype, options, method
     if key in known or call.group.size() == 1:
         return
     texts = [p.text for p in call.patterns]
@@ -304,7 +304,7 @@ def _agree(way: str, sizes: Sizes, q: Tensor, call: Call, extras: tuple[str, ...
         "v": (sizes.value_depth, sizes.learns[2]),
         "bias": sizes.bias,
         "options": (*options, sizes.backward),
-        "method": way,
+        "method": method,
     }
     every = gathered(_OP, call.group, [_checksum(value) for value in mine.values()], q.device)
     for n, (name, value) in enumerate(mine.items()):

@@ -17,19 +17,20 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 import fretwork as fw
 from fretwork.distributed import _pieces
-from fretwork.distributed._pieces import Call, PiecewiseAttention
+from fretwork.distributed._call import Call
+from fretwork.distributed._pieces import PiecewiseAttention
 from fretwork.distributed._steps import Step
 from rows import RESULTS, Row, folder, machine, store
 from scale_model import FAMILIES, kind_of, model_rows, rank_plan, rows_in
@@ -146,30 +147,30 @@ def step_times(bench: Bench, step: Step) -> dict[str, float]:
 class Arrived:
     """In place of an exchange: what others would send is there at once, and what they would get is packed."""
 
-    noise = torch.empty(0)
+    noise: ClassVar[dict[tuple[int, ...], Tensor]] = {}
 
     def __init__(
-        self, op: str, group: Any, gives: Callable[[int], Tensor | None], sizes: dict[int, int], like: Tensor,
+        self, op: str, group: Any, gives: Callable[[int], Sequence[Tensor]], shapes: dict[int, list[Any]], like: Tensor,
         back: bool = False,
     ) -> None:  # fmt: skip
-        self._group, self._gives, self._sizes, self._like, self._step = group, gives, sizes, like, -1 if back else 1
+        self._group, self._gives, self._shapes, self._like, self._step = group, gives, shapes, like, -1 if back else 1
 
     def post(self) -> None:
         """Nothing has to be started."""
 
-    def arrivals(self) -> Iterator[tuple[int, Tensor]]:
+    def arrivals(self) -> Iterator[tuple[int, list[Tensor]]]:
         rank, world = self._group.rank(), self._group.size()
         for distance in range(1, world):
-            self._gives((rank + self._step * distance) % world)
+            for t in self._gives((rank + self._step * distance) % world):
+                t.contiguous()
             source = (rank - self._step * distance) % world
-            if size := self._sizes.get(source, 0):
-                yield source, self._arrived(size)
+            if shapes := self._shapes.get(source):
+                yield source, [self._arrived(tuple(shape)) for shape in shapes]
 
-    def _arrived(self, size: int) -> Tensor:
-        noise = Arrived.noise
-        if noise.numel() < size or noise.dtype != self._like.dtype or noise.device != self._like.device:
-            Arrived.noise = torch.randn(size, device=self._like.device, dtype=self._like.dtype)
-        return Arrived.noise[:size]
+    def _arrived(self, shape: tuple[int, ...]) -> Tensor:
+        if shape not in Arrived.noise:
+            Arrived.noise[shape] = torch.randn(shape, device=self._like.device, dtype=self._like.dtype)
+        return Arrived.noise[shape]
 
 
 @contextmanager
@@ -180,18 +181,19 @@ def nothing_travels() -> Iterator[None]:
         yield
     finally:
         _pieces.Exchange = real  # type: ignore[misc]
-        Arrived.noise = torch.empty(0)
+        Arrived.noise.clear()
 
 
 def sequence(
     bench: Bench, family: str, tokens: int, world: int, rank: int
 ) -> tuple[int, dict[str, Callable[[], object]]]:
     """A rank's steps, and all that it computes forward and backward."""
-    plan = rank_plan(family, tokens, world, rank)
-    group = SimpleNamespace(rank=lambda: rank, size=lambda: world)
-    call = Call(plan, cast(Any, group), None, 0.0, "ieee", None, None, False)
-    shards = fw.distributed.shard(FAMILIES[family](tokens), world)
-    (first, last), (begin, end) = shards.ranges[rank], shards.key_ranges[rank]
+    group = cast(Any, SimpleNamespace(rank=lambda: rank, size=lambda: world))
+    pattern = FAMILIES[family](tokens)
+    shards = fw.distributed.shard(pattern, world)
+    rows, keys = tuple(shards.ranges), tuple(shards.key_ranges)
+    call = Call((pattern,), rows, keys, bench.heads, group, None, 0.0, "ieee", None, None, False, True)
+    (first, last), (begin, end) = rows[rank], keys[rank]
     q, k, v = bench.tensors(last - first, end - begin, end - begin)
 
     def run() -> Tensor:
@@ -205,7 +207,7 @@ def sequence(
     o = run()
     d = torch.randn_like(o)
     calls = {"forward": forward, "backward": lambda: torch.autograd.grad(o, (q, k, v), d, retain_graph=True)}
-    return len(plan.steps), cast(dict[str, Callable[[], object]], calls)
+    return len(call.plan.steps), cast(dict[str, Callable[[], object]], calls)
 
 
 def measure_sequence(bench: Bench, family: str, tokens: int, world: int, rank: int) -> None:
@@ -235,8 +237,8 @@ def measure_rows_alone(bench: Bench) -> None:
             q, o, v = bench.tensors(n, n, n)
             lse = torch.randn(q.shape[:3], device=bench.device)
             rows, total = _pieces._Rows(q, v), _pieces._Sum(q)
-            step = cast(Step, SimpleNamespace(rows=(0, n), merges=True))
-            rows.add(step, o, lse)
+            first, step = (cast(Step, SimpleNamespace(rows=(0, n), merges=merges)) for merges in (False, True))
+            rows.add(first, o, lse)
             rows.add(step, o, lse)
             total.add(0, n - 1, q[:, :, 1:])
             calls: dict[str, Callable[[], object]] = {

@@ -24,6 +24,7 @@ from fretwork._shapes import (
 )
 from fretwork._torch.arguments import (
     as_number,
+    autocasts,
     check_tensor,
     dtype_name,
     pattern_keys,
@@ -189,7 +190,7 @@ def varlen_attention(
     starts = [_starts(op, operand("cu_q", cu_q), cu_q, q)]
     if cu_k is not None:
         starts.append(_starts(op, operand("cu_k", cu_k), cu_k, q, operand("cu_q", cu_q)))
-    bounds = *check_window(op, window), check_bound(op, "max_q", max_q), check_bound(op, "max_k", max_k)
+    bounds = *check_window(op, window), _longest(op, "max_q", max_q), _longest(op, "max_k", max_k)
     sizes = (1, 1, int(flag(op, "causal", causal)), *bounds)
     check_sinks(op, sinks, q, q.shape[1])
     number = None if scale is None else as_number(op, "scale", scale)
@@ -314,7 +315,8 @@ def check_sinks(op: str, sinks: Tensor | None, q: Tensor, heads: int) -> None:
     if sinks is None:
         return
     check_tensor(op, "sinks", sinks)
-    if sinks.dtype not in (q.dtype, torch.float32):
+    cast = autocasts(q) and sinks.dtype in (torch.float16, torch.bfloat16)
+    if not cast and sinks.dtype not in (q.dtype, torch.float32):
         fail(op, "sinks", f"q's {dtype_name(q.dtype)}, or float32", dtype_name(sinks.dtype))
     if tuple(sinks.shape) != (heads,):
         fail(op, "sinks", f"shape {(heads,)}, one for each query head", tuple(sinks.shape))
@@ -329,10 +331,17 @@ def _check_device(op: str, argument: str, x: Tensor, like: Tensor) -> None:
 def _starts(op: str, known: Operand, cu: Tensor, q: Tensor, like: Operand | None = None) -> Tensor:
     check_starts(op, known, like)
     if cu.device != q.device:
-        fail(op, known.name, f"a tensor on {q.device}", f"one on {cu.device}")
+        fail(op, known.name, f"a tensor on {q.device} like q", f"one on {cu.device}")
     if _checked_by_the_core(cu) and not _ascend(cu):
         fail(op, known.name, "starts that ascend", str(cu.tolist())[:80])
-    return cu.to(torch.int32)
+    return cu if cu.dtype == torch.int32 else cu.clamp(-(2**31), 2**31 - 1).to(torch.int32)
+
+
+def _longest(op: str, name: str, value: Any) -> int:
+    """A bound of lengths. A compiler would make a program for each number, so it sees none: results are the same."""
+    if torch.compiler.is_compiling() and isinstance(value, int) and not isinstance(value, bool):
+        return -1
+    return check_bound(op, name, value)
 
 
 def _ascend(cu: Tensor) -> bool:

@@ -318,6 +318,23 @@ def test_compiled(device, reads, rows):
     assert not reads
 
 
+def test_compiled_with_cu_seq_lens(device):
+    """Other lengths, the longest of them, and another number of documents need no other graph."""
+    ours, theirs = twins(LlamaForCausalLM, LlamaConfig(**SIZES), device)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    compiled = torch.compile(ours, backend=counter, fullgraph=True, dynamic=True)
+    graphs = set()
+    for parts in ((20, 30), (30, 2, 7), (9, 11)):
+        ids, starts = tokens(device, sum(parts))[:1], torch.tensor([0, *parts], device=device).cumsum(0).int()
+        at = torch.cat([torch.arange(n, device=device) for n in parts])[None]
+        options = dict(position_ids=at, cu_seq_lens_q=starts, cu_seq_lens_k=starts, use_cache=False)
+        got = compiled(ids, **options, max_length_q=max(parts), max_length_k=max(parts)).logits
+        assert torch.allclose(got, theirs(ids, position_ids=at, use_cache=False).logits, atol=1e-4)
+        graphs.add(counter.frame_count)
+    assert len(graphs) == 1
+
+
 def test_compiled_documents_of_a_pattern(device):
     """Made on the host, where the graph breaks."""
     model, _ = twins(LlamaForCausalLM, LlamaConfig(**SIZES, fretwork_pattern="strided({seq}, 7)"), device)

@@ -260,8 +260,8 @@ def attention_cast(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Any, ..
     patterns, scale, bias, *others = rest
     if bias is not None and bias.dtype != torch.float32:  # which goes with every type
         bias = lowered(bias, dtype)
-    if len(others) > 7 and others[7] is not None and others[7].dtype != torch.float32:
-        others[7] = lowered(others[7], dtype)
+    if len(others) > 6 and others[6] is not None and others[6].dtype != torch.float32:  # sinks
+        others[6] = lowered(others[6], dtype)
     return *(lowered(t, dtype) for t in (q, k, v)), patterns, scale, bias, *others
 
 

@@ -388,6 +388,13 @@ def _starts_of(segment_ids: jax.Array) -> jax.Array:
     return jnp.append(found, total).astype(jnp.int32)
 
 
+def _narrow(cu: Any) -> Any:
+    """Starts in 32 bits; others than they hold are out of range anyway. JAX itself would wrap an array of NumPy's."""
+    if not isinstance(cu, (jax.Array, np.ndarray)) or cu.dtype != np.int64:
+        return cu
+    return cu.clip(-(2**31), 2**31 - 1).astype(np.int32)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _varlen(
     sizes: tuple[int, ...],
@@ -405,7 +412,7 @@ def _varlen(
     _shapes.check_starts(op, operand("cu_q", cu_q))
     if cu_k is not None:
         _shapes.check_starts(op, operand("cu_k", cu_k), operand("cu_q", cu_q))
-    starts = [x.astype(jnp.int32) for x in (cu_q, cu_q if cu_k is None else cu_k)]
+    starts = [_narrow(x) for x in (cu_q, cu_q if cu_k is None else cu_k)]
     p = _Dynamic("documents", "", sizes, _scale(q, scale), default_precision())
     o, lse = _attention(p, *(x.swapaxes(0, 1)[None] for x in (q, k, v)), *starts)
     if sinks is not None:
@@ -494,7 +501,7 @@ def varlen_attention(
     if segment_ids is None:
         if cu_q is None:
             fail(op, "cu_q", "cu_q or segment_ids", "none", TypeError)
-        starts = [array(op, "cu_q", cu_q), None if cu_k is None else array(op, "cu_k", cu_k)]
+        starts = [array(op, "cu_q", _narrow(cu_q)), None if cu_k is None else array(op, "cu_k", _narrow(cu_k))]
     else:
         if cu_q is not None or cu_k is not None:
             fail(op, "segment_ids", "either them or cu_q and cu_k", "both")

@@ -201,7 +201,7 @@ def attention(
         check_tensor(op, "sinks", sinks)
     if pattern is None and blocks is None:
         pattern = every_key
-    by_length = blocks is None and goes_by_length(pattern)
+    by_length = goes_by_length(pattern)
     patterns: tuple[
         Pattern, ...
     ] = ()  # with blocks, none stands for every key: its text would be another for each length
@@ -231,7 +231,7 @@ def attention(
     lse = None
     if blocks is not None:
         options = (scale, bias, slopes, cap, p, seed, precision, key_padding_mask)
-        o, lse = block_attention(q, k, v, patterns, blocks, block, options)
+        o, lse = block_attention(q, k, v, keys if by_length else patterns, blocks, block, options)
         if sinks is not None:
             o, lse = with_sinks(o, lse, sinks)
     elif return_lse or by_length:

@@ -32,7 +32,7 @@ from fretwork._torch.arguments import (
     torch_precision,
 )
 from fretwork._torch.differentiable import called_with_tensors
-from fretwork._torch.dynamic_attention import dynamic_attention_op, has_interval_rows, with_sinks
+from fretwork._torch.dynamic_attention import blocks_by_length_op, dynamic_attention_op, has_interval_rows, with_sinks
 from fretwork._torch.registration import operand
 from fretwork.block_lists import BlockLists
 from fretwork.patterns import Pattern
@@ -265,22 +265,22 @@ def block_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    patterns: tuple[Pattern, ...],
+    patterns: tuple[Pattern, ...] | str,
     blocks: Tensor | BlockLists,
     block: int | tuple[int, int],
     options: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:
-    """`fw.attention` with blocks; no pattern stands for every key.
+    """`fw.attention` with blocks; no pattern stands for every key, a text for a function of the lengths.
 
     `options`: scale, bias, slopes, softcap, dropout_p, seed, precision, padding.
     """
     op = "attention"
     sides = check_sides(op, block)
-    texts = pattern_keys(patterns).split("\n")
+    texts = [patterns] if isinstance(patterns, str) else pattern_keys(patterns).split("\n")
     check_one_pattern(op, texts)
     known = [operand(name, x) for name, x in zip("qkv", (q, k, v), strict=True)]
     _, _, rows, cols = check_qkv(op, known)
-    if patterns:
+    if patterns and not isinstance(patterns, str):
         check_block_pattern(op, patterns[0], rows, cols, has_interval_rows(texts[0]))
     if not isinstance(blocks, (Tensor, BlockLists)):
         fail(op, "blocks", "a bool tensor or fw.BlockLists", type(blocks).__name__, TypeError)
@@ -292,7 +292,8 @@ def block_attention(
     mask = blocks if isinstance(blocks, Tensor) else None
     lists = (None, None) if isinstance(blocks, Tensor) else (blocks.counts, blocks.indices)
     sizes = (*sides, 0, -1, -1, -1, -1)
-    found = dynamic_attention_op(q, k, v, texts[0], mask, *lists, None, None, None, sizes, *options)
+    attend = blocks_by_length_op if isinstance(patterns, str) else dynamic_attention_op
+    found = attend(q, k, v, texts[0], mask, *lists, None, None, None, sizes, *options)
     return found  # type: ignore[no-any-return]
 
 

@@ -318,6 +318,18 @@ def test_compiled(device, reads, rows):
     assert not reads
 
 
+def test_compiled_with_blocks(device):
+    ours, _ = twins(MistralForCausalLM, MistralConfig(**SIZES, sliding_window=9), device)
+    ft.use_blocks(ours, lambda q, k, layer: fw.select_blocks(q, k, top_k=2, block=16), 16)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    compiled = torch.compile(ours, backend=counter, fullgraph=True, dynamic=True)
+    for length in (50, 64, 77):
+        ids = tokens(device, length)
+        assert torch.equal(compiled(ids, use_cache=False).logits, ours(ids, use_cache=False).logits)
+    assert counter.frame_count == 1
+
+
 def test_compiled_with_cu_seq_lens(device):
     """Other lengths, the longest of them, and another number of documents need no other graph."""
     ours, theirs = twins(LlamaForCausalLM, LlamaConfig(**SIZES), device)

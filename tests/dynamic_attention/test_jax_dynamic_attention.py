@@ -334,3 +334,30 @@ def test_bounds_and_lists_that_are_refused():
         fwj.varlen_attention(q, q, q, jnp.array([0, 40]), max_q=jnp.array(30))
     with pytest.raises(RuntimeError, match=r"^select_blocks: top_k: expected at most 2147483647, got 1099511627776"):
         fwj.select_blocks(q[None], q[None], 2**40)
+
+
+@pytest.mark.parametrize("most", [0, 1, 3, 5, 99])
+def test_max_segments(most):
+    """Enough of them change nothing; of fewer, documents beyond are zeros."""
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.standard_normal((2, 40, 2, 16)), jnp.float32)
+    ids = jnp.asarray([[0] * 10 + [1] * 30, [1] * 5 + [0] * 20 + [1] * 15])
+    ends = [10, 40, 45, 65, 80]
+    call = jax.jit(
+        lambda q, ids, most: fwj.varlen_attention(
+            q, q, q, segment_ids=ids, max_segments=most, causal=True, return_lse=True
+        ),
+        static_argnums=2,
+    )
+    (o, lse), (want, want_lse) = call(q, ids, most), call(q, ids, None)
+    seen = (np.arange(80) < (0, *ends)[min(most, 5)]).reshape(2, 40)
+    assert np.array_equal(o, np.where(seen[..., None, None], want, 0))
+    assert np.array_equal(lse, np.where(seen[:, None], want_lse, -np.inf))
+
+
+def test_max_segments_needs_segment_ids():
+    q = jnp.ones((40, 2, 16))
+    with pytest.raises(RuntimeError, match=r"^varlen_attention: max_segments: expected segment_ids with it, got none"):
+        fwj.varlen_attention(q, q, q, jnp.array([0, 40]), max_segments=1)
+    with pytest.raises(RuntimeError, match=r"^varlen_attention: max_segments: expected 0 or more, or None, got -1"):
+        fwj.varlen_attention(q, q, q, segment_ids=jnp.zeros(40, int), max_segments=-1)

@@ -57,7 +57,7 @@ def _check_packed(op: str, x: Operand, layout: BlockLayout) -> None:
 
 def _check_device(op: str, x: Operand, like: Operand) -> None:
     if x.device != like.device:
-        fail(op, x.name, f"a tensor on {like.device}", f"one on {x.device}")
+        fail(op, x.name, f"a tensor on {like.device} like {like.name}", f"one on {x.device}")
 
 
 # The three products, y = op(a)·op(b). The op's name says which of them is packed.
@@ -562,6 +562,12 @@ def check_packed(op: str, operands: Sequence[Operand]) -> None:
         fail(op, "k", f"(Tk, Hk, {q.shape[2]})", k.shape)
     if v.shape[:2] != k.shape[:2]:
         fail(op, "v", f"({k.shape[0]}, {k.shape[1]}, Dv)", v.shape)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if heads != kv_heads if 0 in (heads, kv_heads) else heads % kv_heads != 0:
+        fail(op, "k", f"a number of heads that divides the {heads} of q", k.shape)
+    for x in (q, v):
+        if x.shape[2] < 1:
+            fail(op, x.name, "a last dimension of at least 1", x.shape)
     check_qkv(op, [x._replace(shape=(1, x.shape[1], x.shape[0], x.shape[2])) for x in operands])
 
 
@@ -586,6 +592,8 @@ def check_bound(op: str, name: str, value: Any) -> int:
     """−1 for none."""
     if value is None:
         return -1
+    if hasattr(value, "dtype") and not isinstance(value, (np.generic, np.ndarray)):  # it may lie on a GPU
+        fail(op, name, "an int or None", f"a {type(value).__name__}; give what the host knows, or nothing", TypeError)
     number = whole_number(op, name, value)
     if number < 0:
         fail(op, name, "0 or more, or None", value)
@@ -595,11 +603,19 @@ def check_bound(op: str, name: str, value: Any) -> int:
 # The selection of key blocks
 
 
+def check_top_k(op: str, top_k: int) -> int:
+    """Of which there is room for so many; blocks are counted in 32 bits."""
+    if top_k > 2**31 - 1:
+        fail(op, "top_k", "at most 2147483647", top_k)
+    return top_k
+
+
 def check_select_blocks(
     q: Operand, k: Operand, top_k: int, block: tuple[int, int], first: int, last: int
 ) -> tuple[int, int, int]:
     """Gives the shape of the counts."""
     op = "select_blocks"
+    check_top_k(op, top_k)
     if len(q.shape) != 4:
         fail(op, "q", "4 dimensions (B, Hq, Sq, D)", q.shape)
     check_floating(op, q)

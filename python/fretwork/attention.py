@@ -200,7 +200,7 @@ def attention(
         check_tensor(op, "sinks", sinks)
     if pattern is None and blocks is None:
         pattern = every_key
-    by_length = blocks is None and goes_by_length(pattern)
+    by_length = goes_by_length(pattern)
     patterns: tuple[
         Pattern, ...
     ] = ()  # with blocks, none stands for every key: its text would be another for each length
@@ -230,7 +230,7 @@ def attention(
     lse = None
     if blocks is not None:
         options = (scale, bias, slopes, cap, p, seed, precision, key_padding_mask, sinks)
-        o, lse = block_attention(q, k, v, patterns, blocks, block, options)
+        o, lse = block_attention(q, k, v, keys if by_length else patterns, blocks, block, options)
     elif return_lse or by_length:
         attend = by_length_op if by_length else attention_op
         o, lse = attend(q, k, v, keys, scale, bias, slopes, cap, p, seed, precision, key_padding_mask, sinks)

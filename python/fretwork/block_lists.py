@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fretwork._checks import flag, refuse, whole_number
-from fretwork._shapes import check_sides
+from fretwork._shapes import check_sides, check_top_k
 from fretwork._torch.arguments import check_tensor, dtype_name
 from fretwork._torch.select_blocks import select_blocks_op
 
@@ -45,7 +45,7 @@ class BlockLists:
         if indices.shape[:3] != counts.shape:
             refuse(op, "indices", f"({', '.join(map(str, counts.shape))}, N), as counts are", tuple(indices.shape))
         if indices.device != counts.device:
-            refuse(op, "indices", f"a tensor on {counts.device}", f"one on {indices.device}")
+            refuse(op, "indices", f"a tensor on {counts.device} like counts", f"one on {indices.device}")
         self.counts, self.indices = counts, indices
 
     def __repr__(self) -> str:
@@ -83,6 +83,7 @@ def select_blocks(
     check_tensor(op, "k", k)
     sides = check_sides(op, block)
     top_k, first, last = (_number(op, name, n) for name, n in (("top_k", top_k), ("first", first), ("last", last)))
+    check_top_k(op, top_k)
     causal = flag(op, "causal", causal)
     return BlockLists(*select_blocks_op(q.detach(), k.detach(), top_k, *sides, causal, first, last))
 

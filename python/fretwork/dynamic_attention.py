@@ -24,6 +24,7 @@ from fretwork._shapes import (
 )
 from fretwork._torch.arguments import (
     as_number,
+    autocasts,
     check_tensor,
     dtype_name,
     pattern_keys,
@@ -31,7 +32,7 @@ from fretwork._torch.arguments import (
     torch_precision,
 )
 from fretwork._torch.differentiable import called_with_tensors
-from fretwork._torch.dynamic_attention import dynamic_attention_op, has_interval_rows
+from fretwork._torch.dynamic_attention import blocks_by_length_op, dynamic_attention_op, has_interval_rows
 from fretwork._torch.registration import operand
 from fretwork.block_lists import BlockLists
 from fretwork.patterns import Pattern
@@ -187,7 +188,7 @@ def varlen_attention(
     starts = [_starts(op, operand("cu_q", cu_q), cu_q, q)]
     if cu_k is not None:
         starts.append(_starts(op, operand("cu_k", cu_k), cu_k, q, operand("cu_q", cu_q)))
-    bounds = *check_window(op, window), check_bound(op, "max_q", max_q), check_bound(op, "max_k", max_k)
+    bounds = *check_window(op, window), _longest(op, "max_q", max_q), _longest(op, "max_k", max_k)
     sizes = (1, 1, int(flag(op, "causal", causal)), *bounds)
     check_sinks(op, sinks, q, q.shape[1])
     number = None if scale is None else as_number(op, "scale", scale)
@@ -259,22 +260,22 @@ def block_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    patterns: tuple[Pattern, ...],
+    patterns: tuple[Pattern, ...] | str,
     blocks: Tensor | BlockLists,
     block: int | tuple[int, int],
     options: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:
-    """`fw.attention` with blocks; no pattern stands for every key.
+    """`fw.attention` with blocks; no pattern stands for every key, a text for a function of the lengths.
 
     `options`: scale, bias, slopes, softcap, dropout_p, seed, precision, padding, sinks.
     """
     op = "attention"
     sides = check_sides(op, block)
-    texts = pattern_keys(patterns).split("\n")
+    texts = [patterns] if isinstance(patterns, str) else pattern_keys(patterns).split("\n")
     check_one_pattern(op, texts)
     known = [operand(name, x) for name, x in zip("qkv", (q, k, v), strict=True)]
     _, _, rows, cols = check_qkv(op, known)
-    if patterns:
+    if patterns and not isinstance(patterns, str):
         check_block_pattern(op, patterns[0], rows, cols, has_interval_rows(texts[0]))
     if not isinstance(blocks, (Tensor, BlockLists)):
         fail(op, "blocks", "a bool tensor or fw.BlockLists", type(blocks).__name__, TypeError)
@@ -286,7 +287,8 @@ def block_attention(
     mask = blocks if isinstance(blocks, Tensor) else None
     lists = (None, None) if isinstance(blocks, Tensor) else (blocks.counts, blocks.indices)
     sizes = (*sides, 0, -1, -1, -1, -1)
-    found = dynamic_attention_op(q, k, v, texts[0], mask, *lists, None, None, None, sizes, *options)
+    attend = blocks_by_length_op if isinstance(patterns, str) else dynamic_attention_op
+    found = attend(q, k, v, texts[0], mask, *lists, None, None, None, sizes, *options)
     return found  # type: ignore[no-any-return]
 
 
@@ -309,7 +311,8 @@ def check_sinks(op: str, sinks: Tensor | None, q: Tensor, heads: int) -> None:
     if sinks is None:
         return
     check_tensor(op, "sinks", sinks)
-    if sinks.dtype not in (q.dtype, torch.float32):
+    cast = autocasts(q) and sinks.dtype in (torch.float16, torch.bfloat16)
+    if not cast and sinks.dtype not in (q.dtype, torch.float32):
         fail(op, "sinks", f"q's {dtype_name(q.dtype)}, or float32", dtype_name(sinks.dtype))
     if tuple(sinks.shape) != (heads,):
         fail(op, "sinks", f"shape {(heads,)}, one for each query head", tuple(sinks.shape))
@@ -324,10 +327,17 @@ def _check_device(op: str, argument: str, x: Tensor, like: Tensor) -> None:
 def _starts(op: str, known: Operand, cu: Tensor, q: Tensor, like: Operand | None = None) -> Tensor:
     check_starts(op, known, like)
     if cu.device != q.device:
-        fail(op, known.name, f"a tensor on {q.device}", f"one on {cu.device}")
+        fail(op, known.name, f"a tensor on {q.device} like q", f"one on {cu.device}")
     if _checked_by_the_core(cu) and not _ascend(cu):
         fail(op, known.name, "starts that ascend", str(cu.tolist())[:80])
-    return cu.to(torch.int32)
+    return cu if cu.dtype == torch.int32 else cu.clamp(-(2**31), 2**31 - 1).to(torch.int32)
+
+
+def _longest(op: str, name: str, value: Any) -> int:
+    """A bound of lengths. A compiler would make a program for each number, so it sees none: results are the same."""
+    if torch.compiler.is_compiling() and isinstance(value, int) and not isinstance(value, bool):
+        return -1
+    return check_bound(op, name, value)
 
 
 def _ascend(cu: Tensor) -> bool:

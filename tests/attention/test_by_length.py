@@ -82,6 +82,55 @@ def test_options(device):
     assert compilations() == 1
 
 
+def one_for_all(rows, cols):
+    return [near(rows, cols)] * 4
+
+
+@pytest.mark.parametrize("pattern", [near, one_for_all], ids=["one", "heads"])
+@pytest.mark.parametrize("lists", [False, True])
+def test_with_blocks(device, pattern, lists):
+    sinks = torch.randn(4, device=device, requires_grad=True)
+
+    def call(q, k, v, mask):
+        blocks = fw.select_blocks(q, k, 2, block=(32, 16)) if lists else mask
+        return fw.attention(q, k, v, pattern, blocks=blocks, block=(32, 16), sinks=sinks, softcap=5.0)
+
+    fast = compiled(call)
+    for rows, cols in ((70, 75), (40, 50), (99, 90)):
+        inputs = qkv_of(device, rows, cols)
+        mask = torch.rand(2, 1, -(-rows // 32), -(-cols // 16), device=device) < 0.6
+        assert_same(fast(*inputs, mask), call(*inputs, mask), (*inputs, sinks))
+    assert compilations() == 1
+    with torch.autocast(device.type, torch.bfloat16):
+        assert torch.equal(fast(*inputs, mask), call(*inputs, mask))
+
+
+@pytest.mark.parametrize(
+    "pattern, words",
+    [
+        (lambda rows, cols: P.strided((rows, cols), 3), "expected one whose rows are intervals"),
+        (lambda rows, cols: [P.causal((rows, cols)), P.full((rows, cols))] * 2, "expected one for all heads with bl"),
+        (lambda rows, cols: P.causal((rows, cols + 1)), r"expected shape \(40, 50\)"),
+    ],
+    ids=["rows", "heads", "shape"],
+)
+def test_wrong_with_blocks(device, pattern, words):
+    fast = compiled(lambda q, k, v, mask: fw.attention(q, k, v, pattern, blocks=mask, block=64))
+    with pytest.raises(RuntimeError, match=f"attention: pattern: {words}"):
+        fast(*qkv_of(device, 40, 50), torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device))
+
+
+def test_mapped_with_blocks(device):
+    q, k, v = (torch.randn(3, *t.shape, device=device) for t in qkv_of(device, 20, 30))
+    masks = torch.rand(3, 1, 1, 2, 2, device=device) < 0.6
+
+    def call(q, k, v, mask):
+        return fw.attention(q, k, v, near, blocks=mask, block=16)
+
+    want = torch.stack([call(*given) for given in zip(q, k, v, masks, strict=True)])
+    assert torch.equal(compiled(torch.vmap(call))(q, k, v, masks), want)
+
+
 def test_autocast(device):
     fast = compiled(lambda q, k, v: fw.attention(q, k, v, near))
     for n in (12, 19):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 pytest.importorskip("transformers")
 from test_transformers import SIZES, padded, tokens, twins
@@ -17,6 +18,7 @@ from transformers import (
 )
 
 import fretwork as fw
+import fretwork.compat._packed_positions as positions_read
 import fretwork.compat.transformers as ft
 
 MIXED = ["sliding_attention", "full_attention"]
@@ -88,7 +90,8 @@ def test_cu_seq_lens(both, device, monkeypatch):
     ids = tokens(device)[:1]
     starts = torch.tensor(STARTS, dtype=torch.int32, device=device)
     if "gemma" not in type(ours).__name__.lower():  # which has a softcap
-        monkeypatch.setattr(ft, "_starts_of", fails)
+        monkeypatch.setattr(positions_read, "read_starts", fails)
+        monkeypatch.setattr(ft, "starts_of", fails)
         monkeypatch.setattr(ft, "_document_patterns", fails)
     options = dict(cu_seq_lens_q=starts, cu_seq_lens_k=starts, max_length_q=22, max_length_k=22)
     got = ours(ids, position_ids=positions(device), **options).logits
@@ -109,16 +112,66 @@ def test_patterns_of_documents(device, pattern, given):
     assert not torch.allclose(model(ids).logits, want, atol=1e-4)
 
 
-def test_positions_are_read_once(device, monkeypatch):
+@pytest.fixture
+def reads(monkeypatch):
+    """What is read of position ids."""
+    found, read = [], positions_read.read_starts
+    monkeypatch.setattr(positions_read, "read_starts", lambda ids: (found.append(1), read(ids))[1])
+    return found
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_positions_are_read_once_and_only_where_they_are_given(device, reads, mode):
     model, _ = twins(LlamaForCausalLM, LlamaConfig(**SIZES), device)
-    reads = []
-    nonzero = torch.Tensor.nonzero
-    monkeypatch.setattr(torch.Tensor, "nonzero", lambda *a, **k: (reads.append(1), nonzero(*a, **k))[1])
-    at = positions(device)
-    first = model(tokens(device)[:1], position_ids=at).logits
+    ids = tokens(device)[:1]
+    with mode():
+        at = positions(device)
+        plain = model(ids).logits
+        assert len(reads) == 0
+        first = model(ids, position_ids=at).logits
+        assert len(reads) == 1
+        assert torch.equal(model(ids, None, at).logits, first) and len(reads) == 2
+        at.copy_(torch.arange(50))  # other contents are seen
+        assert torch.equal(model(ids, position_ids=at).logits, plain) and len(reads) == 3
+
+
+def test_positions_that_were_copied(device, monkeypatch):
+    """As hooks copy them that spread layers over devices."""
+    ours, theirs = twins(LlamaForCausalLM, LlamaConfig(**SIZES), device)
+    for layer in ours.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, kwargs | {"position_ids": kwargs["position_ids"].clone()}), with_kwargs=True
+        )
+    ids, at = tokens(device), positions(device)
+    got, want = (model(ids, position_ids=at, use_cache=False).logits for model in (ours, theirs))
+    assert torch.allclose(got, want, atol=1e-4)
+
+
+def test_positions_of_layers_that_run_again(device, reads):
+    ours, theirs = (model.train() for model in twins(LlamaForCausalLM, LlamaConfig(**SIZES), device))
+    ours.gradient_checkpointing_enable()
+    ids, at = tokens(device), positions(device)
+    for given in ({}, {"position_ids": at}):
+        for model in (ours, theirs):
+            model.zero_grad()
+            model(ids, labels=ids, use_cache=False, **given).loss.backward()
+        for (name, x), y in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert torch.allclose(x.grad, y.grad, atol=2e-5), name
     assert len(reads) == 1
-    at.copy_(torch.arange(50))  # other contents are seen
-    assert model(tokens(device)[:1], position_ids=at).logits.shape == first.shape and len(reads) == 2
+
+
+def test_positions_beside_a_mask(device, reads):
+    """Of all ones, too: then they are no documents, as in the models' own attention."""
+    model, theirs = twins(LlamaForCausalLM, LlamaConfig(**SIZES), device)
+    ids, at, mask = tokens(device), positions(device, 2), torch.ones(2, 50, dtype=torch.long, device=device)
+    for padding in (0, 3):
+        mask[0, :padding] = 0
+        given = dict(attention_mask=mask, position_ids=at, use_cache=False)
+        got, want = (m(ids, **given).logits[mask.bool()] for m in (model, theirs))
+        assert torch.allclose(got, want, atol=1e-4)
+    assert not reads
+    packed = model(ids, position_ids=at).logits
+    assert not torch.allclose(packed[1], model(ids, attention_mask=mask | 1, position_ids=at).logits[1], atol=1e-2)
 
 
 def test_wrong_packing(device):
@@ -245,11 +298,60 @@ def test_blocks_with_padding_packing_and_caches(device):
         ft.use_blocks(ours, [1])
 
 
-def test_compiled(device):
-    """Packed sequences are seen by a compiled model, too."""
+@pytest.mark.parametrize("rows", [1, 2])
+def test_compiled(device, reads, rows):
+    """One graph for plain calls and one for position ids, of which nothing is read."""
     ours, theirs = twins(LlamaForCausalLM, LlamaConfig(**SIZES), device)
-    compiled = torch.compile(ours, backend="eager")
-    ids, at = tokens(device)[:1], positions(device)
-    for given in ({}, {"position_ids": at}):
-        want = theirs(ids, use_cache=False, **given).logits
-        assert torch.allclose(compiled(ids, use_cache=False, **given).logits, want, atol=1e-4)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    compiled = torch.compile(ours, backend=counter, fullgraph=True, dynamic=True)
+    lengths, graphs = (LENGTHS, (30, 2), (9, 9, 9, 9, 9, 9)), []
+    for given in (False, True):
+        for parts in lengths:
+            ids = tokens(device, sum(parts))[:rows]
+            at = torch.cat([torch.arange(n, device=device) for n in parts])[None].expand(rows, -1)
+            named = {"position_ids": at} if given else {}
+            want = theirs(ids, use_cache=False, **named).logits
+            assert torch.allclose(compiled(ids, use_cache=False, **named).logits, want, atol=1e-4)
+            graphs.append(counter.frame_count)
+    assert len({*graphs[:3]}) == len({*graphs[3:]}) == 1
+    assert not reads
+
+
+def test_compiled_with_blocks(device):
+    ours, _ = twins(MistralForCausalLM, MistralConfig(**SIZES, sliding_window=9), device)
+    ft.use_blocks(ours, lambda q, k, layer: fw.select_blocks(q, k, top_k=2, block=16), 16)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    compiled = torch.compile(ours, backend=counter, fullgraph=True, dynamic=True)
+    for length in (50, 64, 77):
+        ids = tokens(device, length)
+        assert torch.equal(compiled(ids, use_cache=False).logits, ours(ids, use_cache=False).logits)
+    assert counter.frame_count == 1
+
+
+def test_compiled_with_cu_seq_lens(device):
+    """Other lengths, the longest of them, and another number of documents need no other graph."""
+    ours, theirs = twins(LlamaForCausalLM, LlamaConfig(**SIZES), device)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    compiled = torch.compile(ours, backend=counter, fullgraph=True, dynamic=True)
+    graphs = set()
+    for parts in ((20, 30), (30, 2, 7), (9, 11)):
+        ids, starts = tokens(device, sum(parts))[:1], torch.tensor([0, *parts], device=device).cumsum(0).int()
+        at = torch.cat([torch.arange(n, device=device) for n in parts])[None]
+        options = dict(position_ids=at, cu_seq_lens_q=starts, cu_seq_lens_k=starts, use_cache=False)
+        got = compiled(ids, **options, max_length_q=max(parts), max_length_k=max(parts)).logits
+        assert torch.allclose(got, theirs(ids, position_ids=at, use_cache=False).logits, atol=1e-4)
+        graphs.add(counter.frame_count)
+    assert len(graphs) == 1
+
+
+def test_compiled_documents_of_a_pattern(device):
+    """Made on the host, where the graph breaks."""
+    model, _ = twins(LlamaForCausalLM, LlamaConfig(**SIZES, fretwork_pattern="strided({seq}, 7)"), device)
+    ids, at = tokens(device), positions(device)
+    want = model(ids, position_ids=at, use_cache=False).logits
+    torch._dynamo.reset()
+    got = torch.compile(model, backend="eager")(ids, position_ids=at, use_cache=False).logits
+    assert torch.allclose(got, want, atol=1e-5)

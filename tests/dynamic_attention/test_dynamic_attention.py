@@ -1,5 +1,7 @@
 """Attention on what only the device knows, against dense float64 attention under a mask that the test makes itself."""
 
+import re
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -610,6 +612,93 @@ def test_threads_change_nothing(device, heads):
             torch.set_num_threads(threads)
         for others in found[1:]:
             assert all(torch.equal(x, y) for x, y in zip(found[0], others, strict=True))
+
+
+def test_bounds_of_lengths_are_no_part_of_a_program(device):
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def call(q, starts, most):
+        return fw.varlen_attention(q, q, q, starts, max_q=most, max_k=most, causal=True)
+
+    compiled = torch.compile(call, backend=counter, dynamic=True, fullgraph=True)
+    made = set()
+    for length, most in ((100, 41), (100, 53), (130, 77), (90, 90)):
+        q = torch.randn(length, 2, 16, device=device)
+        starts = torch.tensor([0, length - most, length], dtype=torch.int32, device=device)
+        torch.testing.assert_close(compiled(q, starts, most), call(q, starts, most))
+        made.add(counter.frame_count)
+    assert len(made) == 1
+
+
+def test_packed_shapes_are_named_as_they_were_given(device):
+    starts = torch.tensor([0, 20, 40], device=device)
+    shapes = {
+        "v: expected (50, 2, Dv), got (40, 2, 32)": ((40, 2, 32), (50, 2, 32), (40, 2, 32)),
+        "k: expected (Tk, Hk, 32), got (40, 2, 16)": ((40, 2, 32), (40, 2, 16), (40, 2, 32)),
+        "k: expected a number of heads that divides the 4 of q, got (40, 3, 32)": (
+            (40, 4, 32),
+            (40, 3, 32),
+            (40, 3, 8),
+        ),
+        "q: expected a last dimension of at least 1, got (40, 2, 0)": ((40, 2, 0), (40, 2, 0), (40, 2, 8)),
+        "v: expected a last dimension of at least 1, got (40, 2, 0)": ((40, 2, 8), (40, 2, 8), (40, 2, 0)),
+    }
+    for text, qkv in shapes.items():
+        for cu in (starts, starts.int()):
+            with pytest.raises(RuntimeError, match=re.escape(f"varlen_attention: {text}") + "$"):
+                fw.varlen_attention(*(torch.randn(shape, device=device) for shape in qkv), cu)
+
+
+def test_bounds_that_are_tensors_are_refused(device):
+    """Which the host would have to wait for."""
+    q, starts = torch.randn(40, 2, 16, device=device), torch.tensor([0, 40], dtype=torch.int32, device=device)
+    for name in ("max_q", "max_k"):
+        with pytest.raises(TypeError, match=rf"^varlen_attention: {name}: expected an int or None, got a Tensor"):
+            fw.varlen_attention(q, q, q, starts, **{name: torch.tensor(30, device=device)})
+    with pytest.raises(TypeError, match=r"^varlen_attention: window: expected an int or None, got a Tensor"):
+        fw.varlen_attention(q, q, q, starts, window=(torch.tensor(3), None))
+
+
+def test_lists_too_long_for_their_numbers_are_refused(device):
+    q = torch.randn(1, 2, 40, 16, device=device)
+    for top_k in (2**31, 2**40, 2**63 - 1):
+        with pytest.raises(RuntimeError, match=f"^select_blocks: top_k: expected at most 2147483647, got {top_k}$"):
+            fw.select_blocks(q, q, top_k)
+
+
+@pytest.mark.parametrize("far", [2**31, 2**32 + 50, 2**62])
+def test_starts_beyond_32_bits_are_clamped(device, far):
+    q, k, v = (torch.randn(100, 2, 16, device=device) for _ in range(3))
+    want = fw.varlen_attention(q, k, v, torch.tensor([0, 20, 100], device=device))
+    assert torch.equal(fw.varlen_attention(q, k, v, torch.tensor([0, 20, far], device=device)), want)
+    assert torch.equal(fw.varlen_attention(q, k, v, torch.tensor([-far, 20, 100], device=device)), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_sinks_under_autocast(device, dtype):
+    """Of every type that autocast meets."""
+    q, k, v = make(device, torch.float32, (64, 64), 1, (2, 2))
+    packed = [t[0].transpose(0, 1) for t in (q, k, v)]
+    sinks = torch.randn(2, device=device).to(dtype).requires_grad_()
+    blocks = torch.ones(1, 1, 2, 2, dtype=torch.bool, device=device)
+    indices = torch.arange(2, dtype=torch.int32, device=device).expand(1, 2, 64, 2).contiguous()
+    starts = torch.tensor([0, 64], dtype=torch.int32, device=device)
+    calls = [
+        lambda s: fw.attention(q, k, v, fw.patterns.full(64), sinks=s),
+        lambda s: fw.attention(q, k, v, blocks=blocks, block=32, sinks=s),
+        lambda s: fw.selected_attention(q, k, v, indices, 32, False, sinks=s),
+        lambda s: fw.varlen_attention(*packed, starts, sinks=s).transpose(0, 1)[None],
+    ]
+    want = calls[0](sinks.float())
+    for call in calls:
+        with torch.autocast(device.type, torch.bfloat16):
+            o = call(sinks)
+        assert o.dtype == torch.bfloat16 and (o.float() - want).abs().max() < 0.03
+        (gradient,) = torch.autograd.grad(o.float().sum(), sinks)
+        assert gradient.dtype == dtype and gradient.isfinite().all()
+        with pytest.raises(RuntimeError, match="sinks: expected "), torch.autocast(device.type, torch.bfloat16):
+            call(sinks.double())
 
 
 def test_plain_calls_refuse_what_is_on_meta(device):

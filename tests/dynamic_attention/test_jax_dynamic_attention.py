@@ -306,3 +306,58 @@ def test_what_is_valid_but_not_built():
         jax.grad(lambda x: jax.grad(lambda y: fwj.selected_attention(y, Q, Q, INDICES).sum())(x).sum())(Q)
     with pytest.raises(TypeError, match=r"^varlen_attention: cu_q: expected cu_q or segment_ids, got none"):
         fwj.varlen_attention(T, T, T)
+
+
+def test_starts_beyond_32_bits_are_clamped():
+    q = jnp.asarray(np.random.default_rng(0).standard_normal((100, 2, 16)), jnp.float32)
+    want = fwj.varlen_attention(q, q, q, np.array([0, 20, 100]))
+    far = np.array([-(2**40), 20, 2**32 + 50])
+    assert (fwj.varlen_attention(q, q, q, far) == want).all()
+    with jax.enable_x64(True):
+        assert (jax.jit(fwj.varlen_attention)(q, q, q, jnp.asarray(far)) == want).all()
+
+
+def test_packed_shapes_are_named_as_they_were_given():
+    x = {shape: jnp.ones(shape) for shape in ((40, 4, 32), (40, 3, 32), (50, 4, 32), (40, 4, 8))}
+    for text, k, v in (
+        (r"v: expected \(50, 4, Dv\), got \(40, 4, 32\)", (50, 4, 32), (40, 4, 32)),
+        (r"k: expected \(Tk, Hk, 32\), got \(40, 4, 8\)", (40, 4, 8), (40, 4, 8)),
+        (r"k: expected a number of heads .*, got \(40, 3, 32\)", (40, 3, 32), (40, 3, 32)),
+    ):
+        with pytest.raises(RuntimeError, match=f"^varlen_attention: {text}"):
+            fwj.varlen_attention(x[40, 4, 32], x[k], x[v], jnp.array([0, 40]))
+
+
+def test_bounds_and_lists_that_are_refused():
+    q = jnp.ones((40, 2, 16))
+    with pytest.raises(TypeError, match=r"^varlen_attention: max_q: expected an int or None, got a"):
+        fwj.varlen_attention(q, q, q, jnp.array([0, 40]), max_q=jnp.array(30))
+    with pytest.raises(RuntimeError, match=r"^select_blocks: top_k: expected at most 2147483647, got 1099511627776"):
+        fwj.select_blocks(q[None], q[None], 2**40)
+
+
+@pytest.mark.parametrize("most", [0, 1, 3, 5, 99])
+def test_max_segments(most):
+    """Enough of them change nothing; of fewer, documents beyond are zeros."""
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.standard_normal((2, 40, 2, 16)), jnp.float32)
+    ids = jnp.asarray([[0] * 10 + [1] * 30, [1] * 5 + [0] * 20 + [1] * 15])
+    ends = [10, 40, 45, 65, 80]
+    call = jax.jit(
+        lambda q, ids, most: fwj.varlen_attention(
+            q, q, q, segment_ids=ids, max_segments=most, causal=True, return_lse=True
+        ),
+        static_argnums=2,
+    )
+    (o, lse), (want, want_lse) = call(q, ids, most), call(q, ids, None)
+    seen = (np.arange(80) < (0, *ends)[min(most, 5)]).reshape(2, 40)
+    assert np.array_equal(o, np.where(seen[..., None, None], want, 0))
+    assert np.array_equal(lse, np.where(seen[:, None], want_lse, -np.inf))
+
+
+def test_max_segments_needs_segment_ids():
+    q = jnp.ones((40, 2, 16))
+    with pytest.raises(RuntimeError, match=r"^varlen_attention: max_segments: expected segment_ids with it, got none"):
+        fwj.varlen_attention(q, q, q, jnp.array([0, 40]), max_segments=1)
+    with pytest.raises(RuntimeError, match=r"^varlen_attention: max_segments: expected 0 or more, or None, got -1"):
+        fwj.varlen_attention(q, q, q, segment_ids=jnp.zeros(40, int), max_segments=-1)

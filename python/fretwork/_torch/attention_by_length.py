@@ -69,13 +69,17 @@ def patterns_of(function: OfLength, queries: Any, keys: Any) -> tuple[Any, ...]:
     return _shapes.flat_patterns("attention", _shapes.made_for("attention", function, rows, cols), queries)
 
 
-def _resolved(op: DifferentiableOp, at: int) -> Callable[..., Any]:
+def _keys(patterns: tuple[Pattern, ...], queries: Any, keys: Any) -> str:
+    return pattern_keys(patterns)
+
+
+def _resolved(op: DifferentiableOp, at: int, text: Callable[..., str]) -> Callable[..., Any]:
     """The op's twin, called with patterns in the place of a function's number."""
 
     def call(*arguments: Any) -> Any:
         q, k = arguments[:2]
         patterns = patterns_of(_functions[int(arguments[at])], q.shape, k.shape)
-        return op.plain(*arguments[:at], pattern_keys(patterns), *arguments[at + 1 :])
+        return op.plain(*arguments[:at], text(patterns, q.shape, k.shape), *arguments[at + 1 :])
 
     return call
 
@@ -83,17 +87,17 @@ def _resolved(op: DifferentiableOp, at: int) -> Callable[..., Any]:
 _library = torch.library.Library("fretwork", "FRAGMENT")  # registrations last as long as this object
 
 
-def _by_length(op: DifferentiableOp, name: str, at: int) -> DifferentiableOp:
-    """An op with the schema of another, whose text is a function's number."""
+def by_length(op: DifferentiableOp, name: str, at: int, text: Callable[..., str] = _keys) -> DifferentiableOp:
+    """An op with the schema of another, whose text is a function's number; `text` is that of the patterns it gives."""
     schema = str(op.op._schema).partition("(")[2]
     for twin in (name, f"_{name}"):
         _library.define(f"{twin}({schema}")
-        _library.impl(twin, _resolved(op, at), "CompositeExplicitAutograd")
+        _library.impl(twin, _resolved(op, at, text), "CompositeExplicitAutograd")
     return DifferentiableOp(name)
 
 
-by_length_op = _by_length(attention_op, "attention_by_length", 3)
-by_length_backward_op = _by_length(attention_backward_op, "attention_by_length_backward", 7)
+by_length_op = by_length(attention_op, "attention_by_length", 3)
+by_length_backward_op = by_length(attention_backward_op, "attention_by_length_backward", 7)
 
 
 @by_length_op.register_fake

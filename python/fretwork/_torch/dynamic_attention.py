@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from fretwork import _shapes
+from fretwork._torch.arguments import pattern_keys
+from fretwork._torch.attention_by_length import by_length
 from fretwork._torch.differentiable import DifferentiableOp, called_plainly
 from fretwork._torch.registration import lowered, operand
 from fretwork._torch.vmap import mapped, one_by_one, sample_shape
+from fretwork.patterns import Pattern
 
 dynamic_attention_op = DifferentiableOp("dynamic_attention")
 dynamic_attention_backward_op = DifferentiableOp("dynamic_attention_backward")
@@ -61,7 +64,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
     ctx.set_materialize_grads(False)
 
 
-def _gradient(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradient(
+    ctx: Any,
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    backward: DifferentiableOp = dynamic_attention_backward_op,
+) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     rest = [x if t is None else t for x, t in zip(ctx.rest, tensors, strict=True)]
     nothing = (None,) * (len(rest) + 3)
@@ -74,7 +82,7 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Ten
     learned = (0, 1, 2, _BIAS, _SINKS)
     needs = tuple(ctx.needs_input_grad[n] for n in learned)
     plainly = not torch.is_grad_enabled() and called_plainly((q, k, v, d_out, d_lse, *rest))
-    op: Any = dynamic_attention_backward_op.plain if plainly else dynamic_attention_backward_op
+    op: Any = backward.plain if plainly else backward
     found = op(q, k, v, out, lse, d_out, d_lse, *rest, *needs)
     gradients = list(nothing)
     for at, gradient, needed in zip(learned, found, needs, strict=True):
@@ -134,3 +142,42 @@ dynamic_attention_backward_op.register_gradient(_second, _setup_second)
 dynamic_attention_op.register_vmap(_vmap)
 dynamic_attention_backward_op.register_vmap(_backward_vmap)
 dynamic_attention_op.register_autocast(_cast)
+
+
+# With blocks, and a pattern that is a function of the lengths.
+
+
+def _one_pattern(patterns: tuple[Pattern, ...], queries: Any, keys: Any) -> str:
+    texts = pattern_keys(patterns).split("\n")
+    _shapes.check_one_pattern("attention", texts)
+    _shapes.check_block_pattern("attention", patterns[0], queries[2], keys[2], _shapes.has_interval_rows(texts[0]))
+    return texts[0]
+
+
+blocks_by_length_op = by_length(dynamic_attention_op, "dynamic_attention_by_length", 3, _one_pattern)
+_blocks_by_length_backward_op = by_length(
+    dynamic_attention_backward_op, "dynamic_attention_by_length_backward", 7, _one_pattern
+)
+
+
+def _by_length_gradient(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    return _gradient(ctx, d_out, d_lse, _blocks_by_length_backward_op)
+
+
+def _by_length_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+    in_dims = tuple(d if isinstance(d, int) else None for d in in_dims)
+    return one_by_one(blocks_by_length_op, info.batch_size, in_dims, arguments)
+
+
+def _by_length_backward_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+    in_dims = tuple(d if isinstance(d, int) else None for d in in_dims)
+    return one_by_one(_blocks_by_length_backward_op, info.batch_size, in_dims, arguments)
+
+
+blocks_by_length_op.register_fake(_fake)
+_blocks_by_length_backward_op.register_fake(_backward_fake)
+blocks_by_length_op.register_gradient(_by_length_gradient, _setup)
+_blocks_by_length_backward_op.register_gradient(_second, _setup_second)
+blocks_by_length_op.register_vmap(_by_length_vmap)
+_blocks_by_length_backward_op.register_vmap(_by_length_backward_vmap)
+blocks_by_length_op.register_autocast(_cast)

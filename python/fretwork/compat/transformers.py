@@ -19,9 +19,12 @@ With a pattern the length of a static cache is read on the host in each call; wh
 cache has dropped, it raises.
 
 Packed sequences are documents of their own: `cu_seq_lens_q`, as transformers' collators give it, or position ids that
-begin anew inside a row (without an attention mask), which are read once for each call of the model. Causal attention,
-full attention and windows then run as `fw.varlen_attention`; of other patterns every document has its own, made on the
-host. A text of fixed lengths, as "document((700, 324), causal=True)" for rows of 1024 tokens, is taken as it is.
+are given and begin anew inside a row. An attention mask beside them, of all ones too, means one document in each row,
+as in models' own attention. Position ids are read once for each call, and not where `torch.compile` or a CUDA graph
+takes the call: there is then room for a document at every place, which takes smaller tiles than `cu_seq_lens_q` may.
+Causal attention, full attention and windows run as `fw.varlen_attention`; of other patterns (and with softcap, dropout
+or chosen blocks) every document has its own, made on the host, where a compiled graph breaks. A text of fixed lengths,
+as "document((700, 324), causal=True)" for rows of 1024 tokens, is taken as it is.
 
 A mask of four dimensions is added to the scores as it is. Where it hides keys from all queries and the pattern would
 count them as positions, it raises: give the padding as (B, Sk) instead. Learned sinks (`s_aux`, as gpt-oss has them)
@@ -46,6 +49,7 @@ from fretwork._checks import needs
 from fretwork._torch.arguments import check_tensor
 from fretwork.attention import attention
 from fretwork.block_lists import BlockLists
+from fretwork.compat._packed_positions import look_at_positions, starts_of
 from fretwork.dynamic_attention import varlen_attention
 from fretwork.patterns import Pattern, diag
 
@@ -272,25 +276,10 @@ def _by_groups(
 # Packed sequences
 
 
-@torch.compiler.disable  # what it reads decides which kernels run
-def _starts_of(position_ids: Any, batch: int, rows: int) -> Tensor | None:
-    """Where documents begin in the rows of a batch, one after another, and at last their end; None for one in each."""
-    if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or position_ids.shape[1] != rows:
-        return None
-    version = None if position_ids.is_inference() else position_ids._version
-    known: tuple[int | None, Tensor | None] = getattr(position_ids, "_fretwork_starts", (None, None))
-    if version is not None and known[0] == version:
-        return known[1]
-    begins = torch.diff(position_ids, prepend=position_ids[:, :1] - 2, dim=-1) != 1
-    first = begins.expand(batch, rows).flatten().nonzero()[:, 0]
-    starts = None if len(first) == batch else torch.cat([first, first.new_tensor([batch * rows])]).int()
-    position_ids._fretwork_starts = (version, starts)  # type: ignore[attr-defined]
-    return starts
-
-
 _VARLEN = re.compile(r"\s*(?:causal\(\{seq\}\)|full\(\{seq\}\)|sliding_window\(\{seq\}, *(\d+), *(\d+)\))\s*")
 
 
+@torch.compiler.disable  # what it reads decides which kernels run
 def _document_patterns(template: str, starts: Tensor, batch: int, rows: int) -> Pattern | list[list[Pattern]]:
     """A pattern of the documents' own ones for each row, from lengths that are read here."""
     ends = starts.tolist()
@@ -351,7 +340,7 @@ def _packed(
     other = mask is not None or "{seq}" not in template or getattr(module, "is_cross_attention", False)
     if other or q.shape[2] != k.shape[2] or q.shape[2] < 2:
         return None
-    starts = _starts_of(kwargs.get("position_ids"), q.shape[0], q.shape[2])
+    starts = starts_of(kwargs.get("position_ids"), q.shape[0], q.shape[2])
     return None if starts is None else (starts, None)
 
 
@@ -509,8 +498,10 @@ def _with_pattern(self: Any, requested_attention: str | None, *args: Any, **kwar
     chosen = _chosen(self, requested_attention or ("fretwork" if has_pattern else None), *args, **kwargs)
     if chosen != "fretwork":
         vars(self.config).pop("attn_implementation", None)
-    elif has_pattern:
-        _remember(self.config)
+    else:
+        look_at_positions(type(self))
+        if has_pattern:
+            _remember(self.config)
     return chosen
 
 

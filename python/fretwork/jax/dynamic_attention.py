@@ -382,13 +382,20 @@ def _finite(op: str, scale: float | None) -> float | None:
     return found
 
 
-def _starts_of(segment_ids: jax.Array) -> jax.Array:
-    """Where runs of equal ids begin, each row on its own: room for one in each place, the rest at the end."""
+def _starts_of(segment_ids: jax.Array, most: int | None) -> jax.Array:
+    """Where runs of equal ids begin, each row on its own: room for `most`, or for one in each place, and their end."""
     ids = segment_ids if segment_ids.ndim == 2 else segment_ids[None]
     begins = jnp.concatenate([jnp.ones((ids.shape[0], min(ids.shape[1], 1)), bool), ids[:, 1:] != ids[:, :-1]], 1)
     total = ids.size
-    found = jnp.nonzero(begins.ravel(), size=total, fill_value=total)[0]
-    return jnp.append(found, total).astype(jnp.int32)
+    room = total if most is None else min(most, total)
+    return jnp.nonzero(begins.ravel(), size=room + 1, fill_value=total)[0].astype(jnp.int32)
+
+
+def _narrow(cu: Any) -> Any:
+    """Starts in 32 bits; others than they hold are out of range anyway. JAX itself would wrap an array of NumPy's."""
+    if not isinstance(cu, (jax.Array, np.ndarray)) or cu.dtype != np.int64:
+        return cu
+    return cu.clip(-(2**31), 2**31 - 1).astype(np.int32)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -408,7 +415,7 @@ def _varlen(
     _shapes.check_starts(op, operand("cu_q", cu_q))
     if cu_k is not None:
         _shapes.check_starts(op, operand("cu_k", cu_k), operand("cu_q", cu_q))
-    starts = [x.astype(jnp.int32) for x in (cu_q, cu_q if cu_k is None else cu_k)]
+    starts = [_narrow(x) for x in (cu_q, cu_q if cu_k is None else cu_k)]
     p = _Dynamic("documents", "", sizes, _scale(q, scale), default_precision())
     o, lse = _attention(p, *(x.swapaxes(0, 1)[None] for x in (q, k, v)), *starts)
     if sinks is not None:
@@ -435,6 +442,7 @@ def varlen_attention(
     return_lse: Literal[False] = False,
     *,
     segment_ids: ArrayLike | None = None,
+    max_segments: int | None = None,
 ) -> jax.Array: ...
 
 
@@ -454,6 +462,7 @@ def varlen_attention(
     *,
     return_lse: Literal[True],
     segment_ids: ArrayLike | None = None,
+    max_segments: int | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -472,12 +481,15 @@ def varlen_attention(
     return_lse: bool = False,
     *,
     segment_ids: ArrayLike | None = None,
+    max_segments: int | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention inside documents that lie side by side; arguments as `fretwork.varlen_attention` has them.
 
     q is (T, Hq, D), k (T, Hk, D), v (T, Hk, Dv). In the place of `cu_q` there may be `segment_ids` (T,), of which each
     run of equal ones is a document; with (B, S) q, k and v are (B, S, heads, head dim), as are the results, and no
-    document reaches into another row. The length of `cu_q` is part of the program, its contents are not.
+    document reaches into another row. The length of `cu_q` is part of the program, its contents are not. `max_segments`
+    is how many documents all rows of `segment_ids` have at most: without it a program has room for one in each place,
+    and takes the tiles of short documents. Documents beyond it are zeros with lse −inf.
 
     >>> q = k = v = jnp.ones((100, 2, 16))
     >>> o = varlen_attention(q, k, v, jnp.array([0, 30, 100]), causal=True)
@@ -494,17 +506,20 @@ def varlen_attention(
     sizes = (1, 1, int(flag(op, "causal", causal)), *bounds)
     learned = None if sinks is None else array(op, "sinks", sinks)
     rows: tuple[int, ...] = ()
+    most = _shapes.check_bound(op, "max_segments", max_segments)
     if segment_ids is None:
+        if max_segments is not None:
+            fail(op, "max_segments", "segment_ids with it", "none")
         if cu_q is None:
             fail(op, "cu_q", "cu_q or segment_ids", "none", TypeError)
-        starts = [array(op, "cu_q", cu_q), None if cu_k is None else array(op, "cu_k", cu_k)]
+        starts = [array(op, "cu_q", _narrow(cu_q)), None if cu_k is None else array(op, "cu_k", _narrow(cu_k))]
     else:
         if cu_q is not None or cu_k is not None:
             fail(op, "segment_ids", "either them or cu_q and cu_k", "both")
         ids = array(op, "segment_ids", segment_ids)
         rows = _check_segments(op, ids, arrays)
         arrays = [x.reshape(-1, *x.shape[-2:]) for x in arrays]
-        starts = [_starts_of(ids), None]
+        starts = [_starts_of(ids, None if most < 0 else most), None]
     o, lse = _varlen(sizes, _finite(op, scale), *arrays, *starts, learned)
     if len(rows) == 2:
         o, lse = o.reshape(*rows, *o.shape[1:]), lse.reshape(lse.shape[0], *rows).swapaxes(0, 1)

@@ -334,3 +334,36 @@ def test_gpt_oss(device):
     want.backward()
     for (name, x), y in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.allclose(x.grad, y.grad, atol=1e-5), name
+
+
+def with_blind_queries(device, blocked):
+    """Options of attention over 90 × 90, and which queries see no key, beside others of their tiles that do."""
+    if not blocked:
+        mask = torch.rand(90, 90) < 0.3
+        mask[20] = False
+        return dict(pattern=P.from_mask(mask)), ~mask.any(1)
+    there, window = torch.rand(6, 6) < 0.6, P.sliding_window(90, 5, 0)
+    there[2, :2], there[2, 2] = True, False  # of its queries the first five see keys of the block before
+    mask = there.repeat_interleave(16, 0).repeat_interleave(16, 1)[:90, :90] & window.mask()
+    return dict(pattern=window, blocks=there[None, None].to(device), block=16), ~mask.any(1)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("blocked", [False, True])
+def test_a_query_without_keys_reaches_nothing(device, blocked, bad):
+    """Its own values count nowhere, and the gradient of lse is its sink's."""
+    options, blind = with_blind_queries(device, blocked)
+    assert blind.any()
+    q, k, v = (torch.randn(1, 2, 90, 16, device=device) for _ in range(3))
+    sinks, found = torch.tensor([0.5, -1.0], device=device), []
+    for value in (bad, 0.0):
+        queries = q.masked_fill(blind.to(device)[:, None], value)
+        given = [x.clone().requires_grad_() for x in (queries, k, v, sinks)]
+        o, lse = fw.attention(*given[:3], sinks=given[3], return_lse=True, **options)
+        assert torch.equal(
+            torch.autograd.grad(lse[0, :, blind].sum(), given[3], retain_graph=True)[0].cpu(),
+            torch.full((2,), blind.sum().item(), dtype=torch.float32),
+        )
+        found.append(torch.autograd.grad((o * v).sum() + lse.sum(), given))
+    for x, y in zip(*found, strict=True):
+        assert x.isfinite().all() and torch.allclose(x, y, atol=1e-5)

@@ -90,6 +90,9 @@ class ScoreGradients {
       }
     });
     find_rest(plans);
+    if (p_.sinks.data != nullptr) {
+      hide_rows_of_sinks(grain);
+    }
   }
 
   /// The gradient of the sinks, −Σ exp(sink − lse)·delta of each head's rows, in their order.
@@ -102,7 +105,7 @@ class ScoreGradients {
         for (std::int64_t batch = 0; batch < p_.batch; ++batch) {
           const std::int64_t first = (batch * p_.heads + head) * p_.rows;
           for (std::int64_t n = first; n < first + p_.rows; ++n) {
-            const Acc below = sink - lse()[n];
+            const Acc below = std::isinf(lse()[n]) ? 0 : sink - lse()[n];  // the sink alone, or delta is 0
             sum -= static_cast<double>(std::exp(rest() != nullptr ? below - rest()[n] : below) * delta()[n]);
           }
         }
@@ -161,6 +164,25 @@ class ScoreGradients {
   }
 
  private:
+  /// A row whose sum is its sink has no element, or none that counts: +inf as without sinks, so that its query, which
+  /// may be NaN, reaches no key.
+  void hide_rows_of_sinks(std::int64_t grain) {
+    const Sinks& sinks = p_.sinks;
+    context_.executor->parallel_for(p_.batch * p_.heads * p_.rows, grain, [&](std::int64_t begin, std::int64_t end) {
+      Acc* const o = need<Acc>(thread_buffers().left, p_.value_depth);
+      for (std::int64_t n = begin; n < end; ++n) {
+        const std::int64_t row = n % p_.rows;
+        const Head head{n / p_.rows / p_.heads, n / p_.rows % p_.heads};
+        if (lse_.data()[n] == read_element<Acc>(sinks.data, sinks.dtype, head.head * sinks.head + row * sinks.row)) {
+          machine_.gather(p_.o, p_.dtype, head, {&row, 1}, p_.value_depth, 1, o, 0);
+          if (std::all_of(o, o + p_.value_depth, [](Acc x) { return x == 0; })) {
+            lse_.data()[n] = std::numeric_limits<Acc>::infinity();
+          }
+        }
+      }
+    });
+  }
+
   /// From here on what rounding a log-sum-exp leaves out counts: a probability would be wrong by 6e-5 in fp32.
   static constexpr Acc kLargeLse = 1024;
 

@@ -180,6 +180,44 @@ def two_four(pyplot: Any, rows: list[Row]) -> Any:
     return figure
 
 
+def scale(pyplot: Any, rows: list[Row]) -> Any:
+    """Time over the number of GPUs: a panel for each pattern, a colour for each length, dashed what others take."""
+    of = [r for r in rows if r["part"] == "model"]
+    names, lengths = list(dict.fromkeys(r["family"] for r in of)), sorted({r["tokens"] for r in of})
+    figure, axes = pyplot.subplots(2, 3, figsize=(9, 6), sharex=True, layout="constrained")
+    for axis, name in zip(axes.flat, names, strict=False):
+        for tokens, colour in zip(lengths, SHADES, strict=False):
+            line = sorted((r for r in of if (r["family"], r["tokens"]) == (name, tokens)), key=lambda r: r["world"])
+            for style, way in (("-", "ours"), ("--", "all_gather"), (":", "ring")):
+                axis.plot([r["world"] for r in line], [_scale_ms(r, way) for r in line], style, color=colour,
+                          linewidth=1.4 if way == "ours" else 0.9)  # fmt: skip
+        axis.set(xscale="log", yscale="log", title=name)
+        plain_log(pyplot, axis.xaxis, 2)
+        plain_log(pyplot, axis.yaxis)
+        axis.grid(alpha=0.2)
+    lines, key = pyplot.matplotlib.lines.Line2D, axes.flat[-1]
+    shown = [lines([], [], color=c, label=_tokens(n)) for n, c in zip(lengths, SHADES, strict=False)]
+    styles = (("-", "Fretwork"), ("--", "all-gather"), (":", "ring"))
+    shown += [lines([], [], color="black", linestyle=style, label=label) for style, label in styles]
+    key.legend(handles=shown, loc="center", fontsize=9, frameon=False)
+    key.set_axis_off()
+    figure.supxlabel("GPUs", fontsize=10)
+    figure.supylabel("ms, forward and backward", fontsize=10)
+    first = of[0]
+    figure.suptitle(f"{first['device']}, modelled: {first['heads']} heads, D = {first['depth']}, {first['dtype']}")
+    return figure
+
+
+def _scale_ms(row: Row, way: str) -> float:
+    """NaN where the tensors do not fit."""
+    ms = row["ms"]["forward"] + row["ms"]["backward"] if way == "ours" else row["ms"][way]
+    return float(ms) if row["fits"][way] else math.nan
+
+
+def _tokens(count: int) -> str:
+    return f"{count >> 20}M tokens" if count >= 1 << 20 else f"{count >> 10}k tokens"
+
+
 PICTURES: dict[str, tuple[str, Draw]] = {
     "attention": ("attention", attention),
     "attention-length": ("attention", attention_by_length),
@@ -187,6 +225,7 @@ PICTURES: dict[str, tuple[str, Draw]] = {
     "conv": ("conv", conv),
     "kronecker": ("kronecker", kronecker),
     "two_four": ("two_four", two_four),
+    "scale": ("scale_model", scale),
 }
 
 

@@ -49,11 +49,12 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
                     linewidths=0,
                     rasterized=True,
                 )
+        what = "tokens" if family == "attention" else "rows"
         above.set(xscale="log", title=f"{family} ({len(of)})", xlabel="best peer ÷ ours", ylabel="% of draws")
-        below.set(xscale="log", yscale="log", xlabel="rows", ylabel="best peer ÷ ours")
+        below.set(xscale="log", yscale="log", xlabel=what, ylabel="best peer ÷ ours")
         above.axvline(1.0, color="black", linewidth=0.8)
         below.axhline(1.0, color="black", linewidth=0.8)
-        for one in (above.xaxis, below.yaxis):
+        for one in (above.xaxis, below.xaxis, below.yaxis):
             one.set_major_locator(pyplot.matplotlib.ticker.LogLocator(base=2))
             one.set_major_formatter("{x:g}")
             one.set_minor_locator(pyplot.NullLocator())

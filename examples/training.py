@@ -196,7 +196,7 @@ def options(text: str, name: str, given: list[str] | None, **sizes: tuple[int, i
     parser.add_argument("--png", type=Path, default=Path(f"{name}.png"), help=f"the picture ({name}.png)")
     parser.add_argument("--csv", type=Path, help="a file that gets a line for each model")
     for size, (usual, quick) in sizes.items():
-        parser.add_argument(f"--{size}", type=int, help=f"{usual}, with --quick {quick}")
+        parser.add_argument(f"--{size.replace('_', '-')}", type=int, help=f"{usual}, with --quick {quick}")
     found = parser.parse_args(given)
     for size, values in sizes.items():
         if getattr(found, size) is None:

@@ -23,7 +23,8 @@ struct Features {
         dropout(arguments.number()),
         seed(arguments.optional_tensor()),
         precision(arguments.text()),
-        padding(arguments.optional_tensor()) {}
+        padding(arguments.optional_tensor()),
+        sinks(arguments.optional_tensor()) {}
   Text pattern;
   std::optional<Tensor> mask, counts, indices, selected, cu_q, cu_k;
   std::vector<std::int64_t> sizes;  ///< block rows, block columns, causal, left, right, max_q, max_k; −1: none
@@ -32,7 +33,7 @@ struct Features {
   double softcap, dropout;
   std::optional<Tensor> seed;
   Text precision;
-  std::optional<Tensor> padding;
+  std::optional<Tensor> padding, sinks;
 };
 
 /// The same as the core has them.
@@ -60,6 +61,7 @@ struct Options {
     options.bias = view(op, "bias", f.bias);
     options.slopes = view(op, "slopes", f.slopes);
     options.key_padding = view(op, "key_padding_mask", f.padding, {"bool"});
+    options.sinks = view(op, "sinks", f.sinks);
     options.scale = f.scale;
     options.softcap = f.softcap;
     options.dropout = f.dropout;
@@ -134,11 +136,13 @@ void dynamic_attention_backward(StableIValue* stack, std::uint64_t, std::uint64_
   const std::optional<Tensor> d_lse = arguments.optional_tensor();
   const Features features(arguments);
   const bool needs_q = arguments.flag(), needs_k = arguments.flag(), needs_v = arguments.flag(),
-             needs_bias = arguments.flag() && features.bias.has_value();
+             needs_bias = arguments.flag() && features.bias.has_value(),
+             needs_sinks = arguments.flag() && features.sinks.has_value();
 
   const Options options(kOp, features, q);
   const Gradient d_q("d_q", q, needs_q), d_k("d_k", k, needs_k), d_v("d_v", v, needs_v),
-      d_bias("d_bias", features.bias.value_or(q), needs_bias);
+      d_bias("d_bias", features.bias.value_or(q), needs_bias),
+      d_sinks("d_sinks", features.sinks.value_or(q), needs_sinks);
   Call call(q);
   call.context().precision = precision_named(kOp, features.precision.view());
   const bool packed = features.cu_q.has_value();
@@ -150,9 +154,10 @@ void dynamic_attention_backward(StableIValue* stack, std::uint64_t, std::uint64_
                                        {.q = in_batch(d_q.place, packed),
                                         .k = in_batch(d_k.place, packed),
                                         .v = in_batch(d_v.place, packed),
-                                        .bias = d_bias.place},
+                                        .bias = d_bias.place,
+                                        .sinks = d_sinks.place},
                                        call.context(), options.options);
-  const Tensor results[] = {d_q.tensor, d_k.tensor, d_v.tensor, d_bias.tensor};
+  const Tensor results[] = {d_q.tensor, d_k.tensor, d_v.tensor, d_bias.tensor, d_sinks.tensor};
   for (std::size_t n = 0; n < std::size(results); ++n) {
     stack[n] = torch::stable::detail::from(results[n]);
   }
@@ -166,7 +171,7 @@ void implement(torch::stable::detail::StableLibrary& m) {
 const std::string kFeatures =
     "str pattern, Tensor? mask, Tensor? counts, Tensor? indices, Tensor? selected, Tensor? cu_q, Tensor? cu_k, "
     "int[] sizes, float? scale, Tensor? bias, Tensor? slopes, float softcap, float dropout_p, Tensor? seed, str "
-    "precision, Tensor? key_padding_mask";
+    "precision, Tensor? key_padding_mask, Tensor? sinks";
 
 }  // namespace
 
@@ -176,8 +181,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fretwork, m) {
                "dynamic_attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor d_out, Tensor? "
                "d_lse, " +
                    kFeatures +
-                   ", bool needs_q, bool needs_k, bool needs_v, bool needs_bias) -> (Tensor d_q, Tensor d_k, Tensor "
-                   "d_v, Tensor d_bias)");
+                   ", bool needs_q, bool needs_k, bool needs_v, bool needs_bias, bool needs_sinks) -> (Tensor d_q, "
+                   "Tensor d_k, Tensor d_v, Tensor d_bias, Tensor d_sinks)");
 }
 STABLE_TORCH_LIBRARY_IMPL(fretwork, CPU, m) { implement(m); }
 STABLE_TORCH_LIBRARY_IMPL(fretwork, CUDA, m) { implement(m); }

@@ -32,8 +32,8 @@ struct DeviceKeys {
 };
 
 /// `attention` where a query sees the keys that `keys` names and, of blocks, `pattern` allows: one whose rows and
-/// columns are intervals; the other forms take none. Documents and selections take no option but a scale; none takes
-/// sinks. Rows outside of all documents are zeros with lse −inf.
+/// columns are intervals; the other forms take none. Documents and selections take no option but a scale and sinks.
+/// Rows outside of all documents are zeros with lse −inf, without a sink.
 void dynamic_attention(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
                        const PatternPtr& pattern, const DeviceKeys& keys, const TensorView& out,
                        const std::optional<TensorView>& lse, Context& context, const AttentionOptions& options = {});

@@ -20,7 +20,6 @@ from fretwork._torch.attention_by_length import (
     patterns_of,
 )
 from fretwork._torch.differentiable import called_with_tensors
-from fretwork._torch.dynamic_attention import with_sinks
 from fretwork.block_lists import BlockLists
 from fretwork.dynamic_attention import block_attention, block_attention_plainly, check_sinks
 from fretwork.patterns import Pattern
@@ -192,7 +191,7 @@ def attention(
     check_tensor(op, "v", v)
     slopes = None
     if isinstance(bias, alibi):
-        slopes, bias = _slopes(op, bias.slopes, q), None
+        slopes, bias = slopes_of(op, bias, q), None
     elif bias is not None:
         check_tensor(op, "bias", bias)
     if key_padding_mask is not None:
@@ -230,10 +229,8 @@ def attention(
     precision = precision_name(op, precision)
     lse = None
     if blocks is not None:
-        options = (scale, bias, slopes, cap, p, seed, precision, key_padding_mask)
+        options = (scale, bias, slopes, cap, p, seed, precision, key_padding_mask, sinks)
         o, lse = block_attention(q, k, v, keys if by_length else patterns, blocks, block, options)
-        if sinks is not None:
-            o, lse = with_sinks(o, lse, sinks)
     elif return_lse or by_length:
         attend = by_length_op if by_length else attention_op
         o, lse = attend(q, k, v, keys, scale, bias, slopes, cap, p, seed, precision, key_padding_mask, sinks)
@@ -244,7 +241,9 @@ def attention(
     return (o, lse) if return_lse and lse is not None else o
 
 
-def _slopes(op: str, slopes: Tensor, q: Tensor) -> Tensor:
+def slopes_of(op: str, bias: alibi, q: Tensor) -> Tensor:
+    """The slopes as ops take them."""
+    slopes = bias.slopes
     if slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             f"{op}: bias: expected slopes that require no grad, got some that do; detach them, or give the bias as a "

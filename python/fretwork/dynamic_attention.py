@@ -32,7 +32,7 @@ from fretwork._torch.arguments import (
     torch_precision,
 )
 from fretwork._torch.differentiable import called_with_tensors
-from fretwork._torch.dynamic_attention import blocks_by_length_op, dynamic_attention_op, has_interval_rows, with_sinks
+from fretwork._torch.dynamic_attention import blocks_by_length_op, dynamic_attention_op, has_interval_rows
 from fretwork._torch.registration import operand
 from fretwork.block_lists import BlockLists
 from fretwork.patterns import Pattern
@@ -102,9 +102,7 @@ def selected_attention(
     sizes = (1, check_side(op, block), int(flag(op, "causal", causal)), -1, -1, -1, -1)
     check_sinks(op, sinks, q, q.shape[1])
     number = None if scale is None else as_number(op, "scale", scale)
-    o, lse = _attended(op, q, k, v, indices, None, None, sizes, number)
-    if sinks is not None:
-        o, lse = with_sinks(o, lse, sinks)
+    o, lse = _attended(op, q, k, v, indices, None, None, sizes, number, sinks)
     return (o, lse) if return_lse else o
 
 
@@ -194,11 +192,7 @@ def varlen_attention(
     sizes = (1, 1, int(flag(op, "causal", causal)), *bounds)
     check_sinks(op, sinks, q, q.shape[1])
     number = None if scale is None else as_number(op, "scale", scale)
-    o, lse = _attended(op, q, k, v, None, starts[0], starts[-1], sizes, number)
-    if sinks is not None:
-        row = torch.arange(q.shape[0], device=q.device)
-        o, lse = with_sinks(o.transpose(0, 1), lse, sinks, (row >= starts[0][:1]) & (row < starts[0][-1:]))
-        o = o.transpose(0, 1)
+    o, lse = _attended(op, q, k, v, None, starts[0], starts[-1], sizes, number, sinks)
     return (o, lse) if return_lse else o
 
 
@@ -212,9 +206,10 @@ def _attended(
     cu_k: Tensor | None,
     sizes: tuple[int, ...],
     scale: float | None,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """o and lse. The core knows one attention for all of them, whose errors get the name of the function."""
-    rest = (sizes, scale, None, None, 0.0, 0.0, None, precision_name(op, None), None)
+    rest = (sizes, scale, None, None, 0.0, 0.0, None, precision_name(op, None), None, sinks)
     try:
         found = dynamic_attention_op(q, k, v, "", None, None, None, selected, cu_q, cu_k, *rest)
     except RuntimeError as error:
@@ -235,7 +230,7 @@ def _varlen_plainly(
     """`varlen_attention` of plain tensors without options, which the core checks."""
     o, lse = dynamic_attention_op(
         *(q, k, v, "", None, None, None, None, cu_q, cu_k, (1, 1, int(causal), -1, -1, -1, -1)),
-        *(None, None, None, 0.0, 0.0, None, torch_precision(), None),
+        *(None, None, None, 0.0, 0.0, None, torch_precision(), None, None),
     )
     return (o, lse) if return_lse else o
 
@@ -256,7 +251,7 @@ def block_attention_plainly(q: Tensor, k: Tensor, v: Tensor, pattern: Any, block
         return None
     o, _ = dynamic_attention_op(
         *(q, k, v, "" if pattern is None else pattern.key, mask, counts, indices, None, None, None),
-        *((*sides, 0, -1, -1, -1, -1), None, None, None, 0.0, 0.0, None, torch_precision(), None),
+        *((*sides, 0, -1, -1, -1, -1), None, None, None, 0.0, 0.0, None, torch_precision(), None, None),
     )
     return o  # type: ignore[no-any-return]
 
@@ -272,7 +267,7 @@ def block_attention(
 ) -> tuple[Tensor, Tensor]:
     """`fw.attention` with blocks; no pattern stands for every key, a text for a function of the lengths.
 
-    `options`: scale, bias, slopes, softcap, dropout_p, seed, precision, padding.
+    `options`: scale, bias, slopes, softcap, dropout_p, seed, precision, padding, sinks.
     """
     op = "attention"
     sides = check_sides(op, block)
@@ -287,7 +282,7 @@ def block_attention(
     table = blocks.indices if isinstance(blocks, BlockLists) else blocks
     check_tensor(op, "blocks", table)
     check_blocks(op, known[0], known[1], operand("blocks", table), isinstance(blocks, BlockLists), sides)
-    if options[-1] is not None and q.is_cuda:
+    if options[-2] is not None and q.is_cuda:
         k, v, options = _hide_padding(op, q, k, v, options)
     mask = blocks if isinstance(blocks, Tensor) else None
     lists = (None, None) if isinstance(blocks, Tensor) else (blocks.counts, blocks.indices)
@@ -301,7 +296,7 @@ def _hide_padding(
     op: str, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """Padding as a bias of −inf, on keys and values without it: GPU kernels have no other way with blocks."""
-    scale, bias, *others, padding = options
+    scale, bias, *others, padding, sinks = options
     if padding.dtype != torch.bool:
         fail(op, "key_padding_mask", "bool", dtype_name(padding.dtype))
     if tuple(padding.shape) != (k.shape[0], k.shape[2]):
@@ -309,7 +304,7 @@ def _hide_padding(
     _check_device(op, "key_padding_mask", padding, q)
     hidden = torch.zeros(padding.shape, device=q.device).masked_fill(padding, -torch.inf)[:, None, None]
     k, v = (t.masked_fill(padding[:, None, :, None], 0) for t in (k, v))
-    return k, v, (scale, hidden if bias is None else (bias + hidden).to(bias.dtype), *others, None)
+    return k, v, (scale, hidden if bias is None else (bias + hidden).to(bias.dtype), *others, None, sinks)
 
 
 def check_sinks(op: str, sinks: Tensor | None, q: Tensor, heads: int) -> None:

@@ -46,7 +46,12 @@ def comment_text(lines: list[str]) -> str:
     """The words of a comment as Markdown; what is no code is taken as it is written."""
     words = "\n".join(re.sub(r"^(///|//|/\*| \*(?!/))? ?|\s*\*/$", "", line) for line in lines)
     parts = re.split(r"(`[^`]*`)", words)
-    return "".join(part if part.startswith("`") else re.sub(r"([*_<>\[\]|])", r"\\\1", part) for part in parts)
+    return "".join(part if part.startswith("`") else _literal(part) for part in parts)
+
+
+def _literal(words: str) -> str:
+    """Words that Markdown shows as they are. It knows no escape for `<`."""
+    return re.sub(r"([*_>\[\]|])", r"\\\1", words).replace("<", "&lt;")
 
 
 def names_of(code: str) -> list[str]:

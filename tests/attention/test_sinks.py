@@ -276,6 +276,7 @@ def test_torch_features(device):
     with torch.autocast(device.type, dtype=torch.bfloat16):
         low = call(q, k, v, sinks)
         assert low.dtype == torch.bfloat16 and torch.allclose(low.float(), want, atol=0.05)
+        assert torch.allclose(call(q, k, v, sinks.half()).float(), want, atol=0.05)
     first = torch.autograd.grad(call(q, k, v, sinks).sum(), sinks, create_graph=True)[0]
     with pytest.raises(NotImplementedError, match="differentiated once"):
         first.sum().backward()

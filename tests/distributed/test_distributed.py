@@ -1,5 +1,6 @@
 """Many ranks of a CPU: shards, attention with every option, ranks that disagree or die; all against one process."""
 
+import datetime
 import os
 import pickle
 import subprocess
@@ -138,6 +139,11 @@ def every_kind_of_pattern(rank, world):
         fd.shard(P.causal((60, 150)), world, 8),
         dict(bias=fw.alibi(torch.rand(4, dtype=F64))),
     )
+    check(rank, P.causal((60, 150)), fd.shard(P.causal((60, 150)), world, 64), {})  # keys without rows
+    whole_mask = dict(key_padding_mask=torch.rand(2, 60) < 0.3)  # one rank holds all keys: its mask is whole, too
+    check(rank, P.causal(60), fd.shard(P.causal(60), world, 128), whole_mask)
+    empty_row = [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0], [1, 0, 1, 0, 0], [0, 0, 0, 0, 0], [1, 0, 0, 0, 1]]
+    check(rank, fw.BlockLayout(empty_row, block=16), None, {})
     check(rank, P.fixed(1024, 32, 2), None, {}, heads=(1, 1))  # many ranges from each rank
     check(rank, fw.BlockLayout((torch.rand(5, 5) < 0.5).int(), block=16), None, {})
     check(rank, P.place(P.full(0), (90, 90)), None, {})
@@ -195,35 +201,67 @@ def test_autocast_and_second_derivatives(on_ranks):
 def disagree(rank, world, what):
     pattern = P.sliding_window(64, 40, 0) if what == "pattern" and rank else P.causal(64)
     ends = ((0, 20), (20, 64)) if what == "shards" and rank else ((0, 32), (32, 64))
-    sizes = (3 if what == "q" and rank else 2, 2, ends[rank][1] - ends[rank][0], 16)
+    rows, other = ends[rank][1] - ends[rank][0], bool(rank)
+    heads = 3 if what == "q" and other else 2
+    key_heads = 1 if what == "k" and other else heads
+    shapes = [(2, heads, rows, 16), (2, key_heads, rows, 16), (2, key_heads, rows, 8 if what == "v" and other else 16)]
     options = dict(scale=0.5) if what == "options" and rank else {}
     began = time.monotonic()
     with pytest.raises(
         RuntimeError, match=f"attention: {what}: expected the same on every rank of the group, got .* on"
     ):
-        fd.attention(*torch.randn(3, *sizes), pattern, fd.Shards(pattern, ends, ends), **options)
+        fd.attention(*map(torch.randn, shapes), pattern, fd.Shards(pattern, ends, ends), **options)
     assert time.monotonic() - began < 10
     fd.attention(*torch.randn(3, 2, 2, 32, 16), P.causal(64))  # the group still works
 
 
-@pytest.mark.parametrize("what", ["pattern", "q", "options", "shards"])
+@pytest.mark.parametrize("what", ["pattern", "q", "k", "v", "options", "shards"])
 def test_disagreement(on_ranks, what):
     on_ranks(2, disagree, what)
 
 
-def die(rank, world):
-    pattern = P.causal(64)
-    q, k, v = (torch.randn(2, 2, 32, 16) for _ in range(3))
-    fd.attention(q, k, v, pattern)
+LATE = r"attention: group: expected every rank to make the same call within the group's timeout, got "
+
+
+def die(rank, world, method, where):
+    q, k, v = (torch.randn(2, 2, 32, 16, requires_grad=True) for _ in range(3))
+    o = fd.attention(q, k, v, P.full(64), method=method)
+    dist.barrier()
     if rank:
         os._exit(1)
-    with pytest.raises(RuntimeError, match=r"attention: group: expected every rank to make the same call .*, got "):
-        for _ in range(3):  # the first sends, and asks for nothing
-            fd.attention(q, k, v, P.full(64))
+    with pytest.raises(RuntimeError, match=LATE):
+        if where == "backward":
+            o.sum().backward()
+        fd.attention(q, k, v, P.full(64) if where == "forward" else P.causal(64), method=method)
 
 
-def test_death(on_ranks):
-    on_ranks(2, die, dies=[1])
+def stay_away(rank, world, method, where):
+    """A rank that lives and does not come."""
+    q, k, v = (torch.randn(2, 2, 32, 16, requires_grad=True) for _ in range(3))
+    o = fd.attention(q, k, v, P.full(64), method=method)
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1))
+    if rank:
+        time.sleep(2)
+        return
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=LATE):
+        if where == "backward":
+            o.sum().backward()
+        fd.attention(q, k, v, P.full(64) if where == "forward" else P.causal(64), method=method)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("where", ["agreement", "forward", "backward"])
+@pytest.mark.parametrize("method", ["ranges", "ulysses"])
+def test_death(on_ranks, method, where):
+    on_ranks(2, die, method, where, dies=[1])
+
+
+@pytest.mark.parametrize("where", ["agreement", "forward", "backward"])
+@pytest.mark.parametrize("method", ["ranges", "ulysses"])
+def test_absence(on_ranks, method, where):
+    on_ranks(2, stay_away, method, where)
 
 
 def test_example():

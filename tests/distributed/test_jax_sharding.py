@@ -1,4 +1,5 @@
-"""JAX arrays that are cut over four devices, which one CPU plays: nothing is gathered, forward and backward."""
+"""JAX arrays that are cut over four devices of a CPU, forward and backward: nothing is gathered under `jit`,
+and `shard_map` with its type checks gives the results and gradients of one device."""
 
 import os
 import subprocess
@@ -8,7 +9,7 @@ import pytest
 
 pytest.importorskip("jax")
 
-PROGRAM = """
+PRELUDE = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import fretwork as fw, fretwork.jax as fj
@@ -16,7 +17,9 @@ from fretwork.jax import two_four
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
 draw = np.random.default_rng()
 some = lambda *shape: jnp.asarray(draw.standard_normal(shape), jnp.float32)
+"""
 
+UNDER_JIT = """
 def check(f, arguments, specs, out, learns=None):
     put = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arguments, specs, strict=True)]
     compiled = jax.jit(f).lower(*put).compile()
@@ -82,9 +85,74 @@ assert np.allclose(mapped, fj.attention(qkv[0], qkv[1], qkv[1], pattern), atol=1
 print("done")
 """
 
+UNDER_SHARD_MAP = """
+def check(f, arguments, specs, out, learns=None):
+    local = jax.shard_map(f, mesh=mesh, in_specs=tuple(specs), out_specs=out)
+    got, want = jax.jit(local)(*arguments), f(*arguments)
+    assert np.allclose(got, want, atol=1e-4)
+    learns = tuple(learns or range(len(arguments)))
+    pull = lambda g: jax.jit(jax.grad(lambda *a: (g(*a) ** 2).sum(), argnums=learns))(*arguments)
+    for g, e in zip(pull(local), pull(f), strict=True):
+        assert np.allclose(g, e, atol=1e-3), abs(g - e).max()
 
-def test_nothing_is_gathered():
+both = P("x", "y")
+qkv = [some(4, h, 48, 8) for h in (8, 4, 4)]
+pattern = fw.patterns.strided(48, 8)
+check(lambda q, k, v: fj.attention(q, k, v, pattern), qkv, [both] * 3, both)
+check(lambda q, k, v, s: fj.attention(q, k, v, pattern, sinks=s), [*qkv, some(8)], [both] * 3 + [P("y")], both)
+check(lambda q, k, v, b: fj.attention(q, k, v, pattern, bias=b), [*qkv, some(1, 48)], [both] * 3 + [P()], both)
+slopes = jnp.arange(8.0)
+check(lambda q, k, v: fj.attention(q, k, v, pattern, bias=fj.alibi(slopes)), qkv, [P("x")] * 3, P("x"))
+check(lambda q, k: fj.r_sddmm(q, k, pattern), qkv[:2], [both] * 2, both)
+width = fj.r_sddmm(*qkv[:2], pattern).shape[-1]
+check(lambda x: fj.r_softmax(x, pattern), [some(4, 8, 48, width)], [both], both)
+check(lambda x, v: fj.r_spmm(x, v, pattern), [some(4, 8, 48, width), qkv[2]], [both] * 2, both)
+for bias in (False, True):
+    more = [some(30)] * bias
+    product = lambda x, w, *b: fj.ksmm(x, w, bias=b[0] if b else None, activation="gelu")
+    check(product, [some(8, 40), some(2, 3, 4, 5), *more], [P("x"), P(), *[P()] * bias], P("x"))
+chain = [some(8, 12), some(3, 2, 4, 1), some(1, 4, 6, 1)]
+check(lambda x, a, b: fj.ksmm_chain(x, [a, b]), chain, [P(("x", "y")), P(), P()], P(("x", "y")))
+layout = fw.BlockLayout(draw.random((2, 3)) < 2, block=16)
+check(lambda a, b: fj.sdd(a, b, layout), [some(4, 1, 32, 24), some(4, 1, 24, 48)], [P("x")] * 2, P("x"))
+check(lambda v, b: fj.dsd(v, b, layout), [some(1, 6, 16, 16), some(4, 1, 48, 8)], [P(), P("x")], P("x"))
+check(lambda a, v: fj.dds(a, v, layout), [some(4, 1, 8, 32), some(1, 6, 16, 16)], [P("x"), P()], P("x"))
+rpe = some(1, 1, 32, 48)
+check(lambda v, r: fj.block_softmax(v, layout, scale=0.5, rpe=r), [some(4, 6, 16, 16), rpe], [P("x"), P()], P("x"))
+check(lambda x: fj.pack(x, layout), [some(4, 1, 32, 48)], [P("x")], P("x"))
+check(lambda v: fj.unpack(v, layout), [some(4, 6, 16, 16)], [P("x")], P("x"))
+kernels = fw.BlockLayout.for_conv2d(np.ones((2, 1, 3, 3)), block=8)
+images = [some(4, 8, 6, 6), some(18, 8, 8), some(16)]
+check(lambda x, w, b: fj.block_conv2d(x, w, kernels, 3, bias=b), images, [P("x"), P(), P()], P("x"))
+s = two_four.compress(two_four.prune(some(12, 32)))
+check(lambda x: two_four.linear(x, s), [some(8, 32)], [P("x")], P("x"))
+compressed = lambda x, w: two_four.linear(x, two_four.compress(two_four.prune(w)))
+check(compressed, [some(8, 32), some(12, 32)], [P("x"), P()], P("x"))
+check(lambda x, v: two_four.linear(x, two_four.TwoFour(v, s.metadata)), [some(8, 32), s.values], [P("x"), P()], P("x"))
+check(lambda b: two_four.matmul(s, b), [some(4, 32, 6)], [P("x")], P("x"))
+blocks = jnp.asarray(draw.random((1, 1, 3, 3)) < .7)
+check(lambda q, k, v: fj.attention(q, k, v, blocks=blocks, block=16), qkv, [P("x")] * 3, P("x"))
+ids = jnp.asarray(np.sort(draw.integers(0, 3, 48)))
+packed = [jnp.moveaxis(t[0], 0, 1) for t in qkv]
+check(lambda q, k, v: fj.varlen_attention(q, k, v, segment_ids=ids), packed, [P(None, "y")] * 3, P(None, "y"))
+lists = lambda q, k, v: fj.attention(q, k, v, blocks=fj.select_blocks(q, k, 2, block=16), block=16)
+check(lists, qkv, [P("x")] * 3, P("x"))
+chosen = lambda q, k, v: fj.selected_attention(q, k, v, jnp.zeros((q.shape[0], k.shape[1], 48, 1), jnp.int32), block=16)
+check(chosen, qkv, [P("x")] * 3, P("x"))
+print("done")
+"""
+
+
+def run(program):
     flags = dict(XLA_FLAGS="--xla_force_host_platform_device_count=4", JAX_PLATFORMS="cpu")
-    run = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(run, env=os.environ | flags, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-c", PRELUDE + program]
+    done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True, timeout=300)
     assert done.stdout == "done\n", done.stderr[-3000:]
+
+
+def test_nothing_is_gathered_under_jit():
+    run(UNDER_JIT)
+
+
+def test_shard_map():
+    run(UNDER_SHARD_MAP)

@@ -5,10 +5,13 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from conftest import assert_close
 from ranks import on_ranks  # noqa: F401 (a fixture)
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -96,45 +99,108 @@ def test_uneven_cuts_are_refused(on_ranks):
     on_ranks(2, uneven)
 
 
-# fully_shard with parameters of which some ranks have little or nothing
+# Every module under fully_shard and DDP, with parameters of which some ranks have more, little or nothing
 
 
-def sharded(rank, world, folder):
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-    from torch.distributed.fsdp import fully_shard
+class SelfAttention(fw.nn.MultiheadAttention):
+    def forward(self, x):
+        return super().forward(x, x, x)[0]
 
+
+def modules():
+    """By name: a module, and the shape of an element of its input. The places of blocks are the same everywhere."""
     torch.manual_seed(5)
     layout = fw.BlockLayout([[1, 0, 1], [0, 1, 0]], block=16)
-    model = nn.Sequential(
-        fw.nn.BlockSparseLinear(48, 32, layout),
-        fw.nn.KSLinear([(1, 5, 8, 4), (4, 4, 5, 1)]),
-        fw.nn.SemiSparseLinear(16, 5),
-    )
-    single, x = copy.deepcopy(model), torch.randn(4, 48)
-    for part in model:
-        fully_shard(part)
-    fully_shard(model)
+    places = torch.ones(3, 2, 3, 1)
+    places[1, 0, 2] = 0
+    convolution = fw.BlockLayout.for_conv2d(places, 8)
+    transposable = fw.nn.SemiSparseLinear.from_dense(nn.Linear(16, 20), "transposable", "dense")
+    return {
+        "block": (fw.nn.BlockSparseLinear(48, 32, layout), (48,)),
+        "kronecker": (fw.nn.KSLinear([(1, 5, 8, 4), (4, 4, 5, 1)]), (32,)),
+        "2:4, values": (fw.nn.SemiSparseLinear(16, 5), (16,)),
+        "2:4, dense": (fw.nn.SemiSparseLinear(16, 5, prune="magnitude", trainable="dense"), (16,)),
+        "2:4, transposable": (transposable, (16,)),
+        "convolution": (fw.nn.BlockSparseConv2d(16, 24, (3, 1), convolution, padding=(1, 0)), (16, 4, 3)),
+        "attention": (SelfAttention(15, 3, P.sliding_window(7, 2, 1), num_kv_heads=1), (7, 15)),
+    }
+
+
+NAMES = list(modules())
+
+
+def shared(model, way):
+    """A model whose parameters are cut over ranks, whose gradients are averaged, or as it is."""
+    if way == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    return fully_shard(model) if way == "fully_shard" else model
+
+
+def trained(rank, world, name, way):
+    """Each rank has its part of the batch; the mean of the gradients is that of the whole."""
+    single, shape = modules()[name]
+    model = shared(copy.deepcopy(single), way)
     optimisers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, single)]
-    for _ in range(2):
-        for m, optimiser in zip((model, single), optimisers, strict=True):
+    for _ in range(3):
+        x = torch.randn(2 * world, *shape)
+        rows = slice(2 * rank, 2 * rank + 2)
+        assert_close(model(x[rows]), single(x[rows]), F32)
+        for m, part, optimiser in zip((model, single), (x[rows], x), optimisers, strict=True):
             optimiser.zero_grad()
-            m(x).square().mean().backward()
+            m(part).square().mean().backward()
             optimiser.step()
-    assert_close(model(x), single(x), F32)
-    want = model(x).detach()
-    dcp.save(get_model_state_dict(model), checkpoint_id=folder)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-    state = get_model_state_dict(model)
-    dcp.load(state, checkpoint_id=folder)
-    set_model_state_dict(model, state)
-    assert torch.equal(model(x).detach(), want)
+    mine = sum(p.to_local().numel() if way == "fully_shard" else p.numel() for p in model.parameters())
+    sizes = [None] * world
+    dist.all_gather_object(sizes, mine)
+    whole = sum(p.numel() for p in single.parameters())
+    if way == "ddp":
+        assert sizes == [whole] * world
+    else:
+        assert sum(sizes) == whole and (len(set(sizes)) > 1 or world != 3)  # three divide none of them
 
 
-def test_fully_shard_of_uneven_parameters(on_ranks, tmp_path):
-    on_ranks(4, sharded, str(tmp_path / "checkpoint"))
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("way", ["fully_shard", "ddp"])
+@pytest.mark.parametrize("name", NAMES)
+def test_training(on_ranks, name, way, world):
+    on_ranks(world, trained, name, way)
+
+
+# Distributed checkpoints of every module, which other numbers of ranks and other ways of sharing load
+
+
+def saved(rank, world, folder, way):
+    for n, (name, (model, shape)) in enumerate(modules().items()):
+        torch.manual_seed(7)  # other weights than modules() gives, the same on every rank
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.randn_like(p) * (p != 0))
+        x = torch.randn(3, *shape)
+        want = model(x).detach()
+        model = shared(model, way)
+        dcp.save(get_model_state_dict(model), checkpoint_id=f"{folder}/{n}")
+        if rank == 0:
+            torch.save((name, x, want), f"{folder}/{n}.pt")
+
+
+def loaded(rank, world, folder, way):
+    for n, (name, (model, _)) in enumerate(modules().items()):
+        saved_name, x, want = torch.load(f"{folder}/{n}.pt")
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        model = shared(model, way)
+        state = get_model_state_dict(model)
+        dcp.load(state, checkpoint_id=f"{folder}/{n}")
+        set_model_state_dict(model, state)
+        assert saved_name == name and torch.equal(model(x).detach(), want), name
+
+
+@pytest.mark.parametrize("way", ["fully_shard", "ddp"])
+def test_checkpoints(on_ranks, tmp_path, way):
+    on_ranks(4, saved, str(tmp_path), way)
+    for world, other in ((4, "fully_shard"), (3, "fully_shard"), (2, "ddp"), (1, "plain")):
+        on_ranks(world, loaded, str(tmp_path), other)
 
 
 # DTensors

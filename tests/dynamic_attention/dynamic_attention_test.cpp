@@ -1,4 +1,4 @@
-// The C++ interface of attention on what only the device knows: three ways to say one pattern, over poisoned outputs,
+// The C++ interface of attention on what only the device knows: four ways to say one pattern, over poisoned outputs,
 // and bad calls. Values against float64 are compared in test_dynamic_attention.py.
 #include "fretwork/dynamic_attention.h"
 
@@ -42,6 +42,7 @@ class SameDocuments : public testing::Test {
   Tensor q_ = numbers(DType::f32, {1, kHeads, kLength, kDepth}, random_);
   Tensor k_ = numbers(DType::f32, {1, kKeyHeads, kLength, kDepth}, random_);
   Tensor v_ = numbers(DType::f32, {1, kKeyHeads, kLength, kDepth}, random_);
+  Tensor sinks_ = numbers(DType::f32, {kHeads}, random_);
   Whole counts_{{1, 1, 1, 1}, {1, 1, 4}}, lists_{{0, 7, 1, 7, 2, 7, 3, 7}, {1, 1, 4, 2}},
       starts_{{0, 16, 32, 48, 64}, {5}};
   Whole selected_{{}, {1, kKeyHeads, kLength, 2}};
@@ -56,31 +57,50 @@ class SameDocuments : public testing::Test {
   struct Found {
     Tensor out{DType::f32, {1, kHeads, kLength, kDepth}}, lse{DType::f32, {1, kHeads, kLength}};
     Tensor d_q{DType::f32, {1, kHeads, kLength, kDepth}}, d_k{DType::f32, {1, kKeyHeads, kLength, kDepth}};
-    Tensor d_v{DType::f32, {1, kKeyHeads, kLength, kDepth}};
-    AttentionGradients gradients() { return {d_q.view, d_k.view, d_v.view}; }
+    Tensor d_v{DType::f32, {1, kKeyHeads, kLength, kDepth}}, d_sinks{DType::f32, {kHeads}};
+    AttentionGradients gradients(const AttentionOptions& options) {
+      AttentionGradients all{d_q.view, d_k.view, d_v.view};
+      if (options.sinks.has_value()) {
+        all.sinks = d_sinks.view;
+      }
+      return all;
+    }
   };
-  Found run(const DeviceKeys& keys) {
+  AttentionOptions with_sinks() const {
+    AttentionOptions options;
+    options.sinks = sinks_.view;
+    return options;
+  }
+  Found run(const DeviceKeys& keys, const AttentionOptions& options = {}) {
     Found found;
-    dynamic_attention(q_.view, k_.view, v_.view, nullptr, keys, found.out.view, found.lse.view, context_);
+    dynamic_attention(q_.view, k_.view, v_.view, nullptr, keys, found.out.view, found.lse.view, context_, options);
     dynamic_attention_backward(q_.view, k_.view, v_.view, nullptr, keys, found.out.view, found.lse.view, q_.view, {},
-                               found.gradients(), context_);
+                               found.gradients(options), context_, options);
     return found;
   }
-  Found expected() {
+  Found expected(const AttentionOptions& options) {
     Found found;
     const Index lengths[] = {kSide, kSide, kSide, kSide};
     const PatternPtr pattern = patterns::document(lengths);
-    attention(q_.view, k_.view, v_.view, pattern, found.out.view, found.lse.view, context_);
+    attention(q_.view, k_.view, v_.view, pattern, found.out.view, found.lse.view, context_, options);
     attention_backward(q_.view, k_.view, v_.view, pattern, found.out.view, found.lse.view, q_.view, {},
-                       found.gradients(), context_);
+                       found.gradients(options), context_, options);
     return found;
   }
-  static void compare(const Found& got, const Found& want) {
-    const std::pair<const Tensor*, const Tensor*> all[] = {{&got.out, &want.out},
-                                                           {&got.lse, &want.lse},
-                                                           {&got.d_q, &want.d_q},
-                                                           {&got.d_k, &want.d_k},
-                                                           {&got.d_v, &want.d_v}};
+  /// Against the pattern, without sinks and with them.
+  void check(const DeviceKeys& keys) {
+    compare(run(keys), expected({}), false);
+    compare(run(keys, with_sinks()), expected(with_sinks()), true);
+  }
+  static void compare(const Found& got, const Found& want, bool sinks) {
+    std::vector<std::pair<const Tensor*, const Tensor*>> all = {{&got.out, &want.out},
+                                                                {&got.lse, &want.lse},
+                                                                {&got.d_q, &want.d_q},
+                                                                {&got.d_k, &want.d_k},
+                                                                {&got.d_v, &want.d_v}};
+    if (sinks) {
+      all.emplace_back(&got.d_sinks, &want.d_sinks);
+    }
     for (const auto& [x, y] : all) {
       for (Index n = 0; n < y->view.elements(); ++n) {
         ASSERT_NEAR(x->get(n), y->get(n), 1e-5) << "element " << n << " of tensor " << x - &got.out;
@@ -94,7 +114,7 @@ TEST_F(SameDocuments, Lists) {
   keys.counts = counts_.view();
   keys.indices = lists_.view();
   keys.block_rows = keys.block_cols = kSide;
-  compare(run(keys), expected());
+  check(keys);
 }
 
 TEST_F(SameDocuments, Mask) {
@@ -102,34 +122,36 @@ TEST_F(SameDocuments, Mask) {
   DeviceKeys keys;
   keys.mask = ConstTensorView(mask, DType::boolean, {1, 1, 4, 4});
   keys.block_rows = keys.block_cols = kSide;
-  compare(run(keys), expected());
+  check(keys);
 }
 
 TEST_F(SameDocuments, Selection) {
   DeviceKeys keys;
   keys.selected = selected_.view();
   keys.block_cols = kSide;
-  compare(run(keys), expected());
+  check(keys);
 }
 
 TEST_F(SameDocuments, Starts) {
   DeviceKeys keys;
   keys.cu_q = keys.cu_k = starts_.view();
-  compare(run(keys), expected());
+  check(keys);
 }
 
 TEST_F(SameDocuments, RowsOutside) {
   starts_.data = {16, 16, 32, 48, 48};
   DeviceKeys keys;
   keys.cu_q = keys.cu_k = starts_.view();
-  const Found found = run(keys);
-  for (const Index row : {Index{0}, Index{15}, Index{48}, Index{63}}) {
-    EXPECT_EQ(found.out.get({0, 1, row, 3}), 0);
-    EXPECT_EQ(found.lse.get({0, 1, row}), -std::numeric_limits<double>::infinity());
-    EXPECT_EQ(found.d_q.get({0, 1, row, 3}), 0);
-    EXPECT_EQ(found.d_k.get({0, 1, row, 3}), 0);
+  for (const AttentionOptions& options : {AttentionOptions{}, with_sinks()}) {
+    const Found found = run(keys, options);
+    for (const Index row : {Index{0}, Index{15}, Index{48}, Index{63}}) {
+      EXPECT_EQ(found.out.get({0, 1, row, 3}), 0);
+      EXPECT_EQ(found.lse.get({0, 1, row}), -std::numeric_limits<double>::infinity());
+      EXPECT_EQ(found.d_q.get({0, 1, row, 3}), 0);
+      EXPECT_EQ(found.d_k.get({0, 1, row, 3}), 0);
+    }
+    EXPECT_NE(found.out.get({0, 1, 20, 3}), 0);
   }
-  EXPECT_NE(found.out.get({0, 1, 20, 3}), 0);
 }
 
 TEST_F(SameDocuments, BadCalls) {

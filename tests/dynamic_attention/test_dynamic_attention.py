@@ -415,7 +415,7 @@ def test_sides_that_are_no_ints(device, block):
 
 def test_opcheck(device):
     q, k, v = make(device, torch.float32, (40, 50), 1)
-    op, end = torch.ops.fretwork.dynamic_attention.default, (None, None, None, 0.0, 0.0, None, "ieee", None)
+    op, end = torch.ops.fretwork.dynamic_attention.default, (None, None, None, 0.0, 0.0, None, "ieee", None, None)
     blocks = torch.rand(1, 1, 3, 4, device=device) < 0.6
     calls = [
         (fw.patterns.full((40, 50)).key, blocks, *(None,) * 5, (16, 16, 0, -1, -1, -1, -1), *end),

@@ -523,9 +523,10 @@ def test_core_errors_arrive():
         ).block_until_ready()
 
 
-@pytest.mark.parametrize(
-    "name", ["fretwork.jax", *(f"fretwork.jax.{m.name}" for m in pkgutil.iter_modules(fj.__path__) if m.name[0] != "_")]
-)
+MODULES = [module.name for module in pkgutil.walk_packages(fj.__path__, "fretwork.jax.")]
+
+
+@pytest.mark.parametrize("name", ["fretwork.jax", *(name for name in MODULES if "._" not in name)])
 def test_examples(name):
     jax.config.update("jax_enable_x64", False)  # as users have it
     try:

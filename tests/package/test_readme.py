@@ -31,7 +31,7 @@ def test_the_readme_fits_a_screen():
         ("docs/dynamic-sparsity.md", 5),
         ("docs/patterns.md", 8),
         ("docs/kernels.md", 2),
-        ("docs/many-devices.md", 3),
+        ("docs/many-devices.md", 4),
         ("docs/two-four.md", 4),
         ("docs/whole-models.md", 6),
     ],
@@ -41,7 +41,7 @@ def test_docs(file, count, tmp_path, monkeypatch):
     codes = examples("python", file)
     assert len(codes) == count
     for code in codes:
-        for package in ("safetensors", "transformers"):
+        for package in ("jax", "safetensors", "transformers"):
             pytest.importorskip(package) if package in code else None
         exec(compile(code, file, "exec"), {})
 

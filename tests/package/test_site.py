@@ -1,5 +1,6 @@
 """The documentation site builds strictly, its reference has everything public, and its pictures are of the rows."""
 
+import html
 import os
 import re
 import subprocess
@@ -67,13 +68,21 @@ def test_every_declaration_is_in_the_reference(header):
     """Each line of code that is not private, and each word of a comment, is on the header's page."""
     page = cpp_reference.page(header)
     source = cpp_reference.PRIVATE.sub("", header.read_text())
-    plain = page.replace("\\", "")
+    plain = html.unescape(page.replace("\\", ""))
     for line in source.splitlines():
         stray = line.startswith(("#", "extern", "}")) or cpp_reference.NAMESPACE.match(line)
         words = re.sub(r"^\s*(///|//|/\*|\*/|\*(?= ))\s?|\s*\*/$", "", line).strip()
         assert stray or words in plain, line
     headings = re.findall(r"^### (.*)$", page, re.MULTILINE)
     assert all(headings) and (headings or header.name == "fretwork.h")
+
+
+def test_signs_in_comments_are_shown_as_they_are():
+    import markdown
+
+    words = "a < b, c[i] | d_e * f_g * h > `x < y`, 1 << 2"
+    shown = markdown.markdown(cpp_reference.comment_text([f"/// {words}"]), extensions=["tables"])
+    assert html.unescape(re.sub(r"</?(p|code)>", "", shown)) == words.replace("`", "")
 
 
 def test_pages_are_read_as_commonmark_is():
@@ -97,8 +106,8 @@ x[i][j] and `y[i][j]`
     import markdown
 
     made = commonmark.to_python_markdown(text)
-    html = markdown.markdown(made, extensions=["sane_lists", "pymdownx.superfences"]).replace("\n", "")
-    plain = re.sub(r"</?p>|<div class=.highlight.>|</div>|<span></span>", "", html)
+    shown = markdown.markdown(made, extensions=["sane_lists", "pymdownx.superfences"]).replace("\n", "")
+    plain = re.sub(r"</?p>|<div class=.highlight.>|</div>|<span></span>", "", shown)
     assert plain == (
         "Words:<ul><li>onemore of one64. is a number<ul><li>innermore of inner</li></ul></li><li>two</li></ul>"
         "<ol><li>first<pre><code>code</code></pre>more of first</li><li>second</li></ol>"

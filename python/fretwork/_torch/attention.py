@@ -255,14 +255,20 @@ def _attention_backward_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: An
     return one_by_one(attention_backward_op, info.batch_size, in_dims, arguments)
 
 
-def attention_cast(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Any, ...]:
+def lowered_operands(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """As autocast has them. A bias and sinks of float32 go with every type, and stay."""
     dtype = torch.get_autocast_dtype(q.device.type)
+    bias, sinks = (t if t is None or t.dtype == torch.float32 else lowered(t, dtype) for t in (bias, sinks))
+    return lowered(q, dtype), lowered(k, dtype), lowered(v, dtype), bias, sinks
+
+
+def attention_cast(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Any, ...]:
     patterns, scale, bias, *others = rest
-    if bias is not None and bias.dtype != torch.float32:  # which goes with every type
-        bias = lowered(bias, dtype)
-    if len(others) > 6 and others[6] is not None and others[6].dtype != torch.float32:  # sinks
-        others[6] = lowered(others[6], dtype)
-    return *(lowered(t, dtype) for t in (q, k, v)), patterns, scale, bias, *others
+    given = others.pop() if len(others) > 6 else None
+    q, k, v, bias, sinks = lowered_operands(q, k, v, bias, given)
+    return q, k, v, patterns, scale, bias, *others, *(() if given is None else (sinks,))
 
 
 attention_op.register_gradient(gradient_rule(attention_backward_op), attention_setup)

@@ -45,17 +45,17 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def _backward_fake(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
-    bias, needs = rest[_BIAS - 3], rest[-4:]
+    bias, sinks, needs = rest[_BIAS - 3], rest[_SINKS - 3], rest[-5:]
     return tuple(
         torch.empty_like(t, memory_format=torch.contiguous_format) if wanted and t is not None else q.new_empty(0)
-        for t, wanted in zip((q, k, v, bias), needs, strict=True)
+        for t, wanted in zip((q, k, v, bias, sinks), needs, strict=True)
     )
 
 
 # Places among the arguments: q, k, v, pattern, mask, counts, indices, selected, cu_q, cu_k, sizes, scale, bias, slopes,
-# softcap, dropout_p, seed, precision, key_padding_mask.
+# softcap, dropout_p, seed, precision, key_padding_mask, sinks.
 _KNOWN = range(4, 10)
-_BIAS, _SLOPES, _SEED, _PADDING = 12, 13, 16, 18
+_BIAS, _SLOPES, _SEED, _PADDING, _SINKS = 12, 13, 16, 18, 19
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -79,12 +79,13 @@ def _gradient(
         d_out = torch.zeros_like(out)
     if 0 in d_out.stride():  # one number for many, as a sum's gradient is: kernels read rows
         d_out = d_out.contiguous()
-    needs = *ctx.needs_input_grad[:3], ctx.needs_input_grad[_BIAS]
+    learned = (0, 1, 2, _BIAS, _SINKS)
+    needs = tuple(ctx.needs_input_grad[n] for n in learned)
     plainly = not torch.is_grad_enabled() and called_plainly((q, k, v, d_out, d_lse, *rest))
     op: Any = backward.plain if plainly else backward
     found = op(q, k, v, out, lse, d_out, d_lse, *rest, *needs)
     gradients = list(nothing)
-    for at, gradient, needed in zip((0, 1, 2, _BIAS), found, needs, strict=True):
+    for at, gradient, needed in zip(learned, found, needs, strict=True):
         gradients[at] = gradient if needed else None
     return tuple(gradients)
 
@@ -130,8 +131,9 @@ def _backward_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tupl
 def _cast(*arguments: Any) -> tuple[Any, ...]:
     dtype = torch.get_autocast_dtype(arguments[0].device.type)
     given = [lowered(t, dtype) if n < 3 else t for n, t in enumerate(arguments)]
-    if given[_BIAS] is not None and given[_BIAS].dtype != torch.float32:  # which goes with every type
-        given[_BIAS] = lowered(given[_BIAS], dtype)
+    for n in (_BIAS, _SINKS):
+        if given[n] is not None and given[n].dtype != torch.float32:  # which goes with every type
+            given[n] = lowered(given[n], dtype)
     return tuple(given)
 
 
@@ -179,18 +181,3 @@ _blocks_by_length_backward_op.register_gradient(_second, _setup_second)
 blocks_by_length_op.register_vmap(_by_length_vmap)
 _blocks_by_length_backward_op.register_vmap(_by_length_backward_vmap)
 blocks_by_length_op.register_autocast(_cast)
-
-
-def with_sinks(o: Tensor, lse: Tensor, sinks: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The results after one more score for each query of head h, `sinks[h]`, whose value is zero.
-
-    Heads are the dimension before the rows of lse; `rows`, if given, says which of them take part.
-    """
-    scores = sinks.to(lse.dtype)[:, None].expand_as(lse)
-    none = (lse == -torch.inf) & (scores == -torch.inf)  # without any score there is nothing, and no gradient
-    if rows is not None:
-        none = none | ~rows
-    own, scores = lse.masked_fill(none, 0), scores.masked_fill(none, 0)
-    both = torch.logaddexp(own, scores)
-    share = (own - both).exp().masked_fill(none, 0)
-    return (o * share[..., None]).to(o.dtype), both.masked_fill(none, -torch.inf)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fretwork._checks import fail
+from fretwork._shapes import Shape
 
 
 class Exchange:
-    """A flat tensor to each peer that `gives` has one for, and one of `sizes[peer]` elements from each of these.
+    """Tensors to each peer that `gives` has some for, and tensors of `shapes[peer]` from each of these.
 
     Two rounds are under way at a time: one travels while the caller works on what the one before brought.
     """
@@ -24,14 +25,14 @@ class Exchange:
         self,
         op: str,
         group: dist.ProcessGroup,
-        gives: Callable[[int], Tensor | None],
-        sizes: dict[int, int],
+        gives: Callable[[int], Sequence[Tensor]],
+        shapes: dict[int, list[Shape]],
         like: Tensor,
         back: bool = False,
     ) -> None:
-        self._op, self._group, self._gives, self._sizes, self._like = op, group, gives, sizes, like
+        self._op, self._group, self._gives, self._shapes, self._like = op, group, gives, shapes, like
         self._step, self._next = -1 if back else 1, 1
-        self._posted: deque[tuple[int, Tensor | None, Tensor | None, list[Any]]] = deque()
+        self._posted: deque[tuple[int, list[Tensor], list[Tensor], list[Any]]] = deque()
 
     def post(self) -> None:
         """Starts the next round in which this rank has a part, if one is left."""
@@ -40,19 +41,16 @@ class Exchange:
             distance = self._step * self._next
             to, source = (rank + distance) % world, (rank - distance) % world
             self._next += 1
-            given, size = self._gives(to), self._sizes.get(source, 0)
-            ops = []
-            if given is not None and given.numel():
-                ops.append(dist.P2POp(dist.isend, given, group=self._group, group_peer=to))
-            arriving = self._like.new_empty(size) if size else None
-            if arriving is not None:
-                ops.append(dist.P2POp(dist.irecv, arriving, group=self._group, group_peer=source))
+            given = [t.contiguous() for t in self._gives(to)]
+            arriving = [self._like.new_empty(tuple(shape)) for shape in self._shapes.get(source, ())]
+            ops = [dist.P2POp(dist.isend, t, group=self._group, group_peer=to) for t in given if t.numel()]
+            ops += [dist.P2POp(dist.irecv, t, group=self._group, group_peer=source) for t in arriving if t.numel()]
             if ops:
                 with explained(self._op):
                     self._posted.append((source, arriving, given, dist.batch_isend_irecv(ops)))
                 return
 
-    def arrivals(self) -> Iterator[tuple[int, Tensor]]:
+    def arrivals(self) -> Iterator[tuple[int, list[Tensor]]]:
         """(peer, what it sent), one after another, until all is sent and has come."""
         self.post()
         while self._posted:
@@ -61,7 +59,7 @@ class Exchange:
             with explained(self._op):
                 for work in works:
                     work.wait()
-            if arrived is not None:
+            if arrived:
                 yield peer, arrived
 
 

@@ -3,43 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from fretwork._shapes import Shape
 from fretwork._torch.arguments import pattern_keys
 from fretwork._torch.attention import attention_backward_op, attention_op
+from fretwork.distributed._call import Call
 from fretwork.distributed._exchange import Exchange
-from fretwork.distributed._steps import Plan, Step
+from fretwork.distributed._steps import Places, Range, Step, joined, meet
 
 _OP = "attention"
 
-
-@dataclass(eq=False)
-class Call:
-    """What a call is beside its differentiable tensors."""
-
-    plan: Plan
-    group: dist.ProcessGroup
-    scale: float | None
-    softcap: float
-    precision: str
-    slopes: Tensor | None
-    padding: Tensor | None  # (B, this rank's keys), or (B, all keys)
-    padding_is_whole: bool
-    kept_padding: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
-
-    @property
-    def fetches_again(self) -> bool:
-        return self.plan.fetches_again[self.plan.rank]
-
-
-Kept = dict[int, tuple[Tensor, ...]]
+Kept = dict[int, list[Tensor]]
 
 
 class PiecewiseAttention(torch.autograd.Function):
@@ -55,13 +35,10 @@ class PiecewiseAttention(torch.autograd.Function):
             for _ in _arriving((), words, call, call.kept_padding, again=False):
                 pass
         for step, keys, values in _arriving(call.plan.steps, (k, v), call, kept, again=False):
-            first, last = step.rows
-            operands = F.pad(q[:, :, first:last], (0, 0, 0, step.pad_rows)), keys, values
             options = _options(step, bias, call)
-            o, lse = attention_op(*operands, *options, None if step.merges else sinks)
-            rows.add(step, o[:, :, : last - first], lse[:, :, : last - first])
+            rows.add(step, *attention_op(_rows_of(step, q), keys, values, *options, None if step.merges else sinks))
         o, lse = rows.done()
-        ctx.call, ctx.kept = call, Kept() if call.fetches_again else kept
+        ctx.call, ctx.kept = call, Kept() if call.plan.fetches else kept
         ctx.save_for_backward(q, k, v, bias, sinks, o, lse)
         ctx.set_materialize_grads(False)
         return o, lse
@@ -74,58 +51,101 @@ class PiecewiseAttention(torch.autograd.Function):
 
 
 class _Rows:
-    """What rows have so far. A row that has keys in one piece only gets that piece's very bits."""
+    """What rows have so far. A row that has keys in one piece only gets that piece's very bits.
+
+    The first steps of a plan, which merge nothing, have each row once.
+    """
 
     def __init__(self, q: Tensor, v: Tensor) -> None:
-        self._shape, self._like = (*q.shape[:3], v.shape[3]), q
-        self._o: Tensor | None = None
-        self._lse: Tensor | None = None
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self._shape, self._dtype, self._count = (*q.shape[:3], v.shape[3]), q.dtype, 0
+        self._o, self._lse = q.new_zeros(0), q.new_zeros(0, dtype=wide)
 
     def add(self, step: Step, o: Tensor, lse: Tensor) -> None:
         first, last = step.rows
-        if self._o is None or self._lse is None:
-            if last - first == self._shape[2]:
-                self._o, self._lse = o, lse
-                return
-            self._o, self._lse = o.new_zeros(self._shape), lse.new_full(self._shape[:3], -math.inf)
-        if not step.merges:
+        o, lse = o[:, :, : last - first], lse[:, :, : last - first]
+        if step.merges:
+            self._merge(first, last, o, lse)
+        elif last - first == self._shape[2]:
+            self._o, self._lse = o, lse
+        else:
+            if self._count == 0:
+                self._o, self._lse = self._o.new_empty(self._shape), self._lse.new_empty(self._shape[:3])
             self._o[:, :, first:last], self._lse[:, :, first:last] = o, lse
-            return
+        self._count += 1
+
+    def _merge(self, first: int, last: int, o: Tensor, lse: Tensor) -> None:
         self._o = _widened(self._o)
-        before, here = self._lse[:, :, first:last], self._o[:, :, first:last]
-        both = torch.logaddexp(before, lse)
-        old, new = ((t - both).exp().masked_fill(t == -math.inf, 0)[..., None] for t in (before, lse))
-        self._o[:, :, first:last] = here * old + o * new
-        self._lse[:, :, first:last] = both
+        before = self._lse[:, :, first:last]
+        share = (lse - before).sigmoid_().masked_fill_(lse == -math.inf, 0)  # of the new keys in the sum of both
+        self._o[:, :, first:last].lerp_(_widened(o), share[..., None])
+        before.copy_(torch.logaddexp(before, lse))
 
     def done(self) -> tuple[Tensor, Tensor]:
-        if self._o is None or self._lse is None:  # a rank without rows
-            wide = torch.float64 if self._like.dtype == torch.float64 else torch.float32
-            return self._like.new_zeros(self._shape), self._like.new_zeros(self._shape[:3], dtype=wide)
-        return self._o.to(self._like.dtype), self._lse
+        if self._count == 0:  # a rank without rows
+            return self._o.reshape(self._shape), self._lse.reshape(self._shape[:3])
+        return self._o.to(self._dtype), self._lse
 
 
 class _Sum:
-    """A sum of gradients of rows, in a fixed order and in fp32 where there are several."""
+    """A sum of gradients of rows, in a fixed order and in fp32 where there are several. It takes over what is added."""
 
     def __init__(self, like: Tensor) -> None:
-        self._like = like
+        self._like, self._dtype = like, torch.float64 if like.dtype == torch.float64 else torch.float32
         self._all: Tensor | None = None
-
-    @property
-    def all(self) -> Tensor:
-        """To be added to."""
-        self._all = torch.zeros_like(_widened(self._like)) if self._all is None else _widened(self._all)
-        return self._all
+        self._has: list[Range] = []  # rows that have something; the others are not written
 
     def add(self, first: int, last: int, part: Tensor) -> None:
-        if self._all is None and last - first == self._like.shape[2]:
-            self._all = part
-        else:
-            self.all[:, :, first:last] += part
+        if last - first == self._like.shape[2]:
+            self._add_all(part)
+            return
+        whole = self._allocated()
+        for a, b in _missing(self._has, (first, last)):
+            whole[:, :, a:b] = part[:, :, a - first : b - first]
+        for a, b in filter(None, (meet(r, (first, last)) for r in self._has)):
+            whole[:, :, a:b] += part[:, :, a - first : b - first]
+        self._has = joined([*self._has, (first, last)])
+
+    def _add_all(self, part: Tensor) -> None:
+        """Adds what is there to a part of all rows."""
+        if self._all is not None:
+            part = part.to(self._dtype)
+            for a, b in self._has:
+                part[:, :, a:b] += self._all[:, :, a:b]
+        self._all, self._has = part, [(0, self._like.shape[2])]
+
+    def add_at(self, places: Places, rows: Tensor) -> None:
+        places.put(self._written(), rows, add=True)
 
     def done(self) -> Tensor:
-        return torch.zeros_like(self._like) if self._all is None else self._all.to(self._like.dtype)
+        whole = self._all if self._all is not None and not self._missing() else self._written()
+        return whole.to(self._like.dtype)
+
+    def _allocated(self) -> Tensor:
+        like = self._like
+        self._all = like.new_empty(like.shape, dtype=self._dtype) if self._all is None else self._all.to(self._dtype)
+        return self._all
+
+    def _missing(self) -> list[Range]:
+        return _missing(self._has, (0, self._like.shape[2]))
+
+    def _written(self) -> Tensor:
+        """All rows, zero where nothing was added."""
+        whole = self._allocated()
+        for a, b in self._missing():
+            whole[:, :, a:b] = 0
+        self._has = [(0, self._like.shape[2])]
+        return whole
+
+
+def _missing(has: Sequence[Range], within: Range) -> list[Range]:
+    """The parts of a range that ascending ranges leave out."""
+    found, at = [], within[0]
+    for first, last in (*has, (within[1], within[1])):
+        if at < min(first, within[1]):
+            found.append((at, min(first, within[1])))
+        at = max(at, last)
+    return found
 
 
 class _Backward:
@@ -134,36 +154,33 @@ class _Backward:
     def __init__(self, ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> None:
         self.call, self.kept, self.needs = ctx.call, ctx.kept, ctx.needs_input_grad
         self.q, self.k, self.v, self.bias, self.sinks, self.out, self.lse = ctx.saved_tensors
-        self.d_out = torch.zeros_like(self.out) if d_out is None else d_out
-        self.d_lse = d_lse
+        self.d_out, self.d_lse = whole_gradient(d_out, self.out), d_lse
         self.sums = [_Sum(t) for t in (self.q, self.k, self.v)]
+        self.wanted = [n for n in (1, 2) if self.needs[n]]  # of keys and values
         self.d_bias = self._zeros(self.bias, self.needs[3])
         self.d_sinks = self._zeros(self.sinks, self.needs[4])
-        # For each peer the gradients of what it sent, in the order in which it sent it.
-        self.back: Kept = {}
+        # For each peer the gradients of the keys and values that it sent, in the order in which it sent them.
+        self.back: dict[int, dict[int, Tensor]] = {}
 
     @staticmethod
     def _zeros(t: Tensor | None, needed: bool) -> Tensor | None:
         return torch.zeros_like(_widened(t)) if needed and t is not None else None
 
     def run(self) -> tuple[Tensor | None, ...]:
-        call, steps = self.call, self.call.plan.steps
-        own = [step for step in steps if not step.sources]
-        others = [step for step in steps if step.sources]
+        plan = self.call.plan
+        own = [step for step in plan.steps if not step.sources]
+        others = [step for step in plan.steps if step.sources]
         # The rank's own keys hide the keys' second journey, or else the gradients' one.
-        now, later = ([*own, *others], []) if call.fetches_again else (others, own)
-        for found in _arriving(now, (self.k, self.v), call, self.kept, again=True):
+        now, later = ([*own, *others], []) if plan.fetches else (others, own)
+        for found in _arriving(now, (self.k, self.v), self.call, self.kept, again=True):
             self._step(*found)
         returned = self._returning()
         returned.post()
         for step in later:
             self._step(step, *_assembled(step, (self.k, self.v), self.kept))
-        for peer, flat in returned.arrivals():
-            wanted = [n for n in (1, 2) if self.needs[n]]
-            places = call.plan.gives[peer]
-            likes = [(self.q, self.k, self.v)[n] for n in wanted]
-            for n, part in zip(wanted, _split(flat, likes, places.count), strict=True):
-                places.put(self.sums[n].all, part, add=True)
+        for peer, parts in returned.arrivals():
+            for n, part in zip(self.wanted, parts, strict=True):
+                self.sums[n].add_at(plan.gives[peer], part)
         results = [total.done() if needed else None for total, needed in zip(self.sums, self.needs, strict=False)]
         for total, like in ((self.d_bias, self.bias), (self.d_sinks, self.sinks)):
             results.append(None if total is None or like is None else total.to(like.dtype))
@@ -171,17 +188,13 @@ class _Backward:
 
     def _step(self, step: Step, keys: Tensor, values: Tensor) -> None:
         first, last = step.rows
-
-        def rows(t: Tensor, fill: float = 0.0) -> Tensor:
-            return F.pad(t[:, :, first:last], (0,) * (2 * (t.dim() - 3)) + (0, step.pad_rows), value=fill)
-
-        d_lse = None if self.d_lse is None else rows(self.d_lse)
-        d_out = rows(self.d_out)
-        operands = rows(self.q), keys, values, rows(self.out), rows(self.lse, -math.inf), d_out.contiguous(), d_lse
+        d_lse = None if self.d_lse is None else _rows_of(step, self.d_lse)
+        operands = _rows_of(step, self.q), keys, values, _rows_of(step, self.out), _rows_of(step, self.lse, -math.inf)
         *options, padding = _options(step, self.bias, self.call)
         sinks = None if step.merges else self.sinks
         d_q, d_k, d_v, d_bias, d_sinks = attention_backward_op(
-            *operands, *options, *self.needs[:4], padding, sinks, sinks is not None and self.needs[4]
+            *(*operands, _rows_of(step, self.d_out), d_lse, *options, *self.needs[:4]),
+            *(padding, sinks, sinks is not None and self.needs[4]),
         )
         if self.needs[0]:
             self.sums[0].add(first, last, d_q[:, :, : last - first])
@@ -195,46 +208,49 @@ class _Backward:
 
     def _give_back(self, step: Step, n: int, part: Tensor) -> None:
         """Gradients of a piece's keys or values, to whom these belong."""
+        for source in step.sources:
+            back, found = self.back.setdefault(source.peer, {}), source.keys.take(part)
+            count = self.call.plan.receives[source.peer]
+            if source.rows.ranges == ((0, count),):
+                back[n] = found
+                continue
+            if n not in back:
+                back[n] = part.new_empty((*part.shape[:2], count, part.shape[3]))
+            source.rows.put(back[n], found)
         if step.own:
             (first, last), (begin, end) = step.own
             self.sums[n].add(first, last, part[:, :, begin:end])
-        for source in step.sources:
-            if source.peer not in self.back:
-                count = self.call.plan.receives[source.peer]
-                self.back[source.peer] = tuple(
-                    t.new_empty((*t.shape[:2], count if needed else 0, t.shape[3]))
-                    for t, needed in ((self.k, self.needs[1]), (self.v, self.needs[2]))
-                )
-            source.rows.put(self.back[source.peer][n - 1], source.keys.take(part))
 
     def _returning(self) -> Exchange:
-        plan = self.call.plan
-        width = sum(_width(t) for t, needed in ((self.k, self.needs[1]), (self.v, self.needs[2])) if needed)
-        sizes = {peer: places.count * width for peer, places in plan.gives.items()}
+        def given(peer: int) -> list[Tensor]:
+            parts = self.back.pop(peer, {})
+            return [parts[n] for n in self.wanted if n in parts]
 
-        def given(peer: int) -> Tensor | None:
-            parts = self.back.pop(peer, None)
-            return None if parts is None else torch.cat([t.reshape(-1) for t in parts])
+        likes = [(self.q, self.k, self.v)[n] for n in self.wanted]
+        shapes = {peer: _shapes(likes, places.count) for peer, places in self.call.plan.gives.items()}
+        return Exchange(_OP, self.call.group, given, shapes, self.k, back=True)
 
-        return Exchange(_OP, self.call.group, given, sizes, self.k, back=True)
+
+def _shapes(likes: Iterable[Tensor], count: int) -> list[Shape]:
+    """Of so many rows of each."""
+    return [(*t.shape[:2], count, t.shape[3]) for t in likes]
+
+
+def whole_gradient(d: Tensor | None, like: Tensor) -> Tensor:
+    """As kernels read it: of all elements."""
+    if d is None:
+        return torch.zeros_like(like)
+    return d.contiguous() if 0 in d.stride() else d  # one number for many, as a sum's gradient is
 
 
 def _widened(t: Tensor) -> Tensor:
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
-def _width(t: Tensor) -> int:
-    """Elements of a row in all heads."""
-    return t.shape[0] * t.shape[1] * t.shape[3]
-
-
-def _split(flat: Tensor, likes: Iterable[Tensor], count: int) -> tuple[Tensor, ...]:
-    """`count` rows of each of some tensors, from one flat one."""
-    parts, at = [], 0
-    for t in likes:
-        parts.append(flat[at : at + count * _width(t)].view(*t.shape[:2], count, t.shape[3]))
-        at += count * _width(t)
-    return tuple(parts)
+def _rows_of(step: Step, t: Tensor, fill: float = 0.0) -> Tensor:
+    """A step's rows of a tensor (B, H, rows, …), with the empty ones at the end."""
+    rows = t[:, :, step.rows[0] : step.rows[1]]
+    return F.pad(rows, (0, 0) * (t.dim() - 3) + (0, step.pad_rows), value=fill) if step.pad_rows else rows
 
 
 def _arriving(
@@ -245,30 +261,28 @@ def _arriving(
     `again` sends to those only, and receives only there, where it was not kept.
     """
     plan = call.plan
-    receives = {} if again and not call.fetches_again else plan.receives
+    receives = {} if again and not plan.fetches else plan.receives
 
-    def given(peer: int) -> Tensor | None:
+    def given(peer: int) -> list[Tensor]:
         places = plan.gives.get(peer)
         if places is None or (again and not plan.fetches_again[peer]):
-            return None
-        return torch.cat([places.take(t).reshape(-1) for t in own])
+            return []
+        return [places.take(t) for t in own]
 
-    sizes = {peer: count * sum(_width(t) for t in own) for peer, count in receives.items()}
-    exchange = Exchange(_OP, call.group, given, sizes, own[0])
+    exchange = Exchange(_OP, call.group, given, {n: _shapes(own, count) for n, count in receives.items()}, own[0])
     exchange.post()
     arrivals = exchange.arrivals()
     left = [source.peer for step in steps for source in step.sources]
     for step in steps:
         while any(source.peer not in kept for source in step.sources):
-            peer, flat = next(arrivals)
-            kept[peer] = _split(flat, own, plan.receives[peer])
+            peer, parts = next(arrivals)
+            kept[peer] = parts
         yield (step, *_assembled(step, own, kept))
         for source in step.sources:
             left.remove(source.peer)
-            if call.fetches_again and source.peer not in left:
+            if plan.fetches and source.peer not in left:
                 del kept[source.peer]
-    for peer, flat in arrivals:
-        kept[peer] = _split(flat, own, plan.receives[peer])
+    kept.update(arrivals)
 
 
 def _assembled(step: Step, own: tuple[Tensor, ...], kept: Kept) -> list[Tensor]:

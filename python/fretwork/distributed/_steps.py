@@ -10,13 +10,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from fretwork.distributed.shards import Ranges, keys_of_rows
 from fretwork.patterns import Pattern
 from fretwork.patterns.pattern import placed
+
+if TYPE_CHECKING:
+    import torch
 
 Range = tuple[int, int]
 
@@ -25,6 +28,8 @@ _TILE = 128
 # A piece has no gap longer than this share of it: memory goes to gaps, and a kernel call to each piece.
 _GAP = 0.25
 _FEW_RANGES = 8
+# Received keys are kept for the gradient up to so many equal parts of all keys.
+_KEPT = 2
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class Places:
         if len(self.ranges) == 1:
             first, last = self.ranges[0]
             return t[:, :, first:last]
+        import torch
+
         if len(self.ranges) <= _FEW_RANGES:
             return torch.cat([t[:, :, first:last] for first, last in self.ranges], 2)
         return t.index_select(2, self._at(t.device))
@@ -63,6 +70,8 @@ class Places:
             done += last - first
 
     def _at(self, device: torch.device) -> torch.Tensor:
+        import torch
+
         if device not in self._index:
             every = np.concatenate([np.arange(first, last) for first, last in self.ranges])
             self._index[device] = torch.from_numpy(every).to(device)
@@ -113,28 +122,47 @@ class Plan:
     steps: tuple[Step, ...]  # in the order in which their keys come
     fetches_again: tuple[bool, ...]  # of each rank: received keys that are too many to keep until the gradient
 
+    @property
+    def fetches(self) -> bool:
+        """Whether this rank gets keys again for the gradient."""
+        return self.fetches_again[self.rank]
+
 
 @functools.lru_cache(maxsize=256)
 def plan_of(patterns: tuple[Pattern, ...], rows: Ranges, keys: Ranges, rank: int, aligned: bool) -> Plan:
     """The plan of a rank. `aligned` ends the keys of each step at the position of its last row, as slopes need."""
-    distinct = tuple(dict.fromkeys(patterns))
-    needs = [_needs(distinct, rows[peer], keys) for peer in range(len(rows))]
-    for peer, found in enumerate(needs):
-        found.pop(peer, None)
+    needs = _needs_of_ranks(patterns, rows, keys)
     first = keys[rank][0]
     gives = {
         peer: Places(tuple((a - first, b - first) for a, b in found[rank]))
         for peer, found in enumerate(needs)
         if rank in found
     }
-    received = [sum(_count(ranges) for ranges in found.values()) for found in needs]
     return Plan(
         rank,
         {peer: _count(ranges) for peer, ranges in needs[rank].items()},
         gives,
         tuple(_Planner(patterns, rows[rank], keys, rank, needs[rank], aligned).steps()),
-        tuple(count > last - first for count, (first, last) in zip(received, keys, strict=True)),
+        tuple(again for _, again in received(patterns, rows, keys)),
     )
+
+
+@functools.lru_cache(maxsize=256)
+def received(patterns: tuple[Pattern, ...], rows: Ranges, keys: Ranges) -> tuple[tuple[int, bool], ...]:
+    """The keys that each rank receives, and whether these are too many to keep until the gradient."""
+    most = _KEPT * keys[-1][1] // len(keys)
+    counts = [sum(_count(ranges) for ranges in found.values()) for found in _needs_of_ranks(patterns, rows, keys)]
+    return tuple((count, count > most) for count in counts)
+
+
+@functools.lru_cache(maxsize=256)
+def _needs_of_ranks(patterns: tuple[Pattern, ...], rows: Ranges, keys: Ranges) -> tuple[dict[int, list[Range]], ...]:
+    """The keys of others that each rank's rows have."""
+    distinct = tuple(dict.fromkeys(patterns))
+    needs = [_needs(distinct, range_, keys) for range_ in rows]
+    for rank, found in enumerate(needs):
+        found.pop(rank, None)
+    return tuple(needs)
 
 
 def _count(ranges: Iterable[Range]) -> int:
@@ -147,10 +175,10 @@ def _needs(patterns: Iterable[Pattern], rows: Range, keys: Ranges) -> dict[int, 
     found: dict[int, list[Range]] = {}
     for rank, first, last in np.concatenate(tables).tolist():
         found.setdefault(rank, []).append((first, last))
-    return found if len(tables) == 1 else {rank: _joined(ranges) for rank, ranges in found.items()}
+    return found if len(tables) == 1 else {rank: joined(ranges) for rank, ranges in found.items()}
 
 
-def _joined(ranges: Iterable[Range]) -> list[Range]:
+def joined(ranges: Iterable[Range]) -> list[Range]:
     """The same places as ranges that are as long as can be, in order."""
     every: list[Range] = []
     for first, last in sorted(ranges):
@@ -165,7 +193,7 @@ def _hull(ranges: Sequence[Range]) -> Range | None:
     return (min(a for a, _ in ranges), max(b for _, b in ranges)) if ranges else None
 
 
-def _meet(a: Range, b: Range) -> Range | None:
+def meet(a: Range, b: Range) -> Range | None:
     both = max(a[0], b[0]), min(a[1], b[1])
     return both if both[0] < both[1] else None
 
@@ -198,7 +226,7 @@ class _Planner:
     def _halo(self) -> Range:
         """The rank's own keys with short ranges beside them."""
         begin, end = self.own
-        every = _joined(r for ranges in self.needs.values() for r in ranges)
+        every = joined(r for ranges in self.needs.values() for r in ranges)
         left = next((a for a, b in every if b == begin), begin)
         right = next((b for a, b in every if a == end), end)
         short = 2 * (begin - left + right - end) <= end - begin
@@ -218,13 +246,13 @@ class _Planner:
         for rows in ((first, top), (bottom, last)):
             if rows[0] < rows[1]:
                 needed = (r for ranges in _needs(self.distinct, rows, self.keys).values() for r in ranges)
-                piece = _hull([r for both in needed if (r := _meet(both, halo))])
+                piece = _hull([r for both in needed if (r := meet(both, halo))])
                 steps.append(self._step(rows, piece or (begin, begin), halo, False))
         return steps
 
     def _far(self, peer: int, halo: Range) -> list[Step]:
         """What comes from a peer beside the halo, in pieces without long gaps."""
-        found = [r for r in self.needs.get(peer, []) if not _meet(r, halo)]
+        found = [r for r in self.needs.get(peer, []) if not meet(r, halo)]
         if not found:
             return []
         most = _GAP * (found[-1][1] - found[0][0])
@@ -234,7 +262,7 @@ class _Planner:
                 pieces.append(r)
             else:
                 pieces[-1] = pieces[-1][0], r[1]
-        return [self._step(rows, piece, piece, True) for piece in pieces if (rows := self._rows_of(piece))]
+        return [self._step(rows, piece, piece, True, (peer,)) for piece in pieces if (rows := self._rows_of(piece))]
 
     def _rows_of(self, keys: Range) -> Range | None:
         """From the first to the last of the rank's rows that have some of these keys."""
@@ -243,9 +271,9 @@ class _Planner:
         tables = [keys_of_rows(pattern.T, keys, owners).tolist() for pattern in self.distinct]
         return _hull([(a, b) for table in tables for owner, a, b in table if owner == 1])
 
-    def _step(self, rows: Range, piece: Range, within: Range, merges: bool) -> Step:
-        """Of the keys that others have only those `within`."""
-        own = _meet(piece, self.own)
+    def _step(self, rows: Range, piece: Range, within: Range, merges: bool, peers: Iterable[int] | None = None) -> Step:
+        """Of the keys that others have only those `within`, and of `peers` where the piece is theirs."""
+        own = meet(piece, self.own)
         pad_rows = pad_keys = 0
         if self.aligned:
             queries, keys = self.patterns[0].shape[-2:]
@@ -256,17 +284,17 @@ class _Planner:
             piece,
             self._sliced(rows, piece, pad_rows, pad_keys),
             (_moved(own, -self.own[0]), _moved(own, -piece[0])) if own else None,
-            tuple(self._sources(piece, within)),
+            tuple(self._sources(piece, within, self.needs if peers is None else peers)),
             merges,
             pad_rows,
             pad_keys,
         )
 
-    def _sources(self, piece: Range, within: Range) -> Iterable[Source]:
-        for peer, ranges in self.needs.items():
+    def _sources(self, piece: Range, within: Range, peers: Iterable[int]) -> Iterable[Source]:
+        for peer in peers:
             before, taken, places = 0, [], []
-            for r in ranges:
-                if _meet(r, within) and (both := _meet(r, piece)):
+            for r in self.needs[peer]:
+                if meet(r, within) and (both := meet(r, piece)):
                     taken.append(_moved(both, before - r[0]))
                     places.append(_moved(both, -piece[0]))
                 before += r[1] - r[0]

@@ -4,28 +4,49 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fretwork._checks import fail
-from fretwork._shapes import Operand, check_attention, flat_patterns, full
+from fretwork._shapes import Operand, check_attention, check_no_block, flat_patterns, full
 from fretwork._torch.arguments import as_number, autocasts, check_tensor, precision_name
-from fretwork._torch.registration import lowered, operand
-from fretwork.attention import Patterns, alibi
+from fretwork._torch.attention import lowered_operands
+from fretwork._torch.registration import operand
+from fretwork.attention import Patterns, alibi, slopes_of
 from fretwork.block_lists import BlockLists
+from fretwork.distributed._call import Bias, Call, Sizes, method_of
 from fretwork.distributed._exchange import checked_group, gathered
-from fretwork.distributed._pieces import Call, PiecewiseAttention
-from fretwork.distributed._steps import plan_of
+from fretwork.distributed._pieces import PiecewiseAttention
+from fretwork.distributed._ulysses import UlyssesAttention
 from fretwork.distributed.shards import Ranges, Shards, equal_ranges
 from fretwork.patterns import Pattern
 
 __all__ = ["attention"]
 
 _OP = "attention"
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Method = Literal["auto", "ranges", "ulysses"]
+
+
+class Options(TypedDict, total=False):
+    """The options of `fw.attention`, and how keys travel."""
+
+    scale: float | None
+    bias: Tensor | alibi | None
+    softcap: float
+    dropout_p: float
+    key_padding_mask: Tensor | None
+    precision: str | None
+    sinks: Tensor | None
+    blocks: Tensor | BlockLists | None
+    block: int | tuple[int, int]
+    method: Method
 
 
 @overload
@@ -36,17 +57,9 @@ def attention(
     pattern: Patterns | None = None,
     shards: Shards | None = None,
     group: dist.ProcessGroup | None = None,
-    scale: float | None = None,
-    bias: Tensor | alibi | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    return_lse: Literal[False] = False,
     *,
-    key_padding_mask: Tensor | None = None,
-    precision: str | None = None,
-    sinks: Tensor | None = None,
-    blocks: Tensor | BlockLists | None = None,
-    block: int | tuple[int, int] = 128,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
 ) -> Tensor: ...
 
 
@@ -58,17 +71,9 @@ def attention(
     pattern: Patterns | None = None,
     shards: Shards | None = None,
     group: dist.ProcessGroup | None = None,
-    scale: float | None = None,
-    bias: Tensor | alibi | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
     *,
     return_lse: Literal[True],
-    key_padding_mask: Tensor | None = None,
-    precision: str | None = None,
-    sinks: Tensor | None = None,
-    blocks: Tensor | BlockLists | None = None,
-    block: int | tuple[int, int] = 128,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -80,17 +85,9 @@ def attention(
     pattern: Patterns | None = None,
     shards: Shards | None = None,
     group: dist.ProcessGroup | None = None,
-    scale: float | None = None,
-    bias: Tensor | alibi | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    return_lse: bool = False,
     *,
-    key_padding_mask: Tensor | None = None,
-    precision: str | None = None,
-    sinks: Tensor | None = None,
-    blocks: Tensor | BlockLists | None = None,
-    block: int | tuple[int, int] = 128,
+    return_lse: bool = False,
+    **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -102,17 +99,18 @@ def attention(
     pattern: Patterns | None = None,
     shards: Shards | None = None,
     group: dist.ProcessGroup | None = None,
+    *,
+    return_lse: bool = False,
     scale: float | None = None,
     bias: Tensor | alibi | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
-    return_lse: bool = False,
-    *,
     key_padding_mask: Tensor | None = None,
     precision: str | None = None,
     sinks: Tensor | None = None,
     blocks: Tensor | BlockLists | None = None,
     block: int | tuple[int, int] = 128,
+    method: Method = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`fw.attention` of a sequence that is cut over the ranks of a group.
 
@@ -121,15 +119,20 @@ def attention(
     for `fw.attention`, and need not be the one that was cut; None holds every key and takes the lengths from `shards`.
     The result has this rank's rows.
 
-    Of other ranks come exactly the keys and values that this rank's rows have (`shards.needs`), point to point, while
-    the rank works on what it has. Gradients go back the same way and are added in a fixed order. A row whose keys come
-    in one piece is computed as in one process; others are merged by their log-sum-exp. Where received keys outnumber
-    the rank's own they are not kept for the gradient but sent again. Every rank makes the same call, and calls backward
-    if one does. Ranks compare what they were called with when a group first sees such a call.
+    With `method="ranges"` exactly the keys and values come that this rank's rows have and others hold
+    (`shards.needs`), point to point, while the rank works on its own. Gradients go back the same way and are added in a
+    fixed order. A row whose keys come in one piece is computed as in one process; others are merged by their
+    log-sum-exp. Received keys are kept for the gradient up to two equal parts of all keys, more are sent again.
+    With `method="ulysses"` an all-to-all gives each rank Hq/ranks heads of the whole sequence, and another gives the
+    rows back: every row is computed as in one process. The ranks must divide Hk. "auto" takes what sends fewer bytes
+    over all ranks, ranges where both send as many.
 
-    A `bias` has this rank's rows and all columns, or broadcasts; its gradient is this rank's share, as that of `sinks`
-    is. `key_padding_mask` is (B, keys) of this rank's keys, or (B, Sk) of all. Other options are those of
-    `fw.attention`, but for dropout and `blocks`, which are refused.
+    Every rank makes the same call, and calls backward if one does. Ranks compare what they were called with when a
+    group first sees such a call.
+
+    A `bias` has this rank's rows and all columns, or broadcasts and is then the same on every rank; its gradient is
+    this rank's share, as that of `sinks` is. `key_padding_mask` is (B, keys) of this rank's keys, or (B, Sk) of all.
+    Other options are those of `fw.attention`, but for dropout and `blocks`, which are refused.
 
     >>> import torch, torch.distributed as dist, fretwork as fw, fretwork.distributed as fd
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun: no arguments
@@ -139,37 +142,37 @@ def attention(
     True
     >>> dist.destroy_process_group()
     """
-    _refuse(as_number(_OP, "dropout_p", dropout_p), blocks)
-    slopes, bias = (bias.slopes, None) if isinstance(bias, alibi) else (None, bias)
+    _refuse(as_number(_OP, "dropout_p", dropout_p), blocks, block)
+    _check_plain({"q": q, "k": k, "v": v})
+    slopes, bias = (slopes_of(_OP, bias, q), None) if isinstance(bias, alibi) else (None, bias)
     extras = {"bias": bias, "slopes": slopes, "key_padding_mask": key_padding_mask, "sinks": sinks}
     given = {name: t for name, t in extras.items() if t is not None}
-    _check_plain({"q": q, "k": k, "v": v}, given)
+    _check_plain(given)
     group = checked_group(_OP, group)
     patterns = _patterns(pattern, shards, q)
     rows, keys = _ranges(patterns, shards, group)
     if autocasts(q):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (lowered(t, dtype) for t in (q, k, v))
-        bias, sinks = (t if t is None or t.dtype == torch.float32 else lowered(t, dtype) for t in (bias, sinks))
+        q, k, v, bias, sinks = lowered_operands(q, k, v, bias, sinks)
         given |= {name: t for name, t in (("bias", bias), ("sinks", sinks)) if t is not None}
     scale = None if scale is None else as_number(_OP, "scale", scale)
     softcap = as_number(_OP, "softcap", softcap)
     rank = group.rank()
     _check(q, k, v, patterns, (rows[rank], keys[rank]), given, scale, softcap)
-    whole = key_padding_mask is not None and key_padding_mask.shape[1] != k.shape[2]
-    if slopes is not None:
-        slopes = slopes.detach().to(torch.float64 if q.dtype == torch.float64 else torch.float32)
-    plan = plan_of(patterns, rows, keys, rank, slopes is not None)
-    call = Call(plan, group, scale, softcap, precision_name(_OP, precision), slopes, key_padding_mask, whole)
-    _agree((q, k, v), patterns, (rows, keys), call, given)
-    o, lse = PiecewiseAttention.apply(q, k, v, bias, sinks, call)
+    padding, whole = _padding(key_padding_mask, keys, rank)
+    options = scale, softcap, precision_name(_OP, precision), slopes, padding, whole, return_lse
+    call = Call(patterns, rows, keys, q.shape[1], group, *options)
+    sizes = _sizes(q, k, v, bias, sinks, call)
+    chosen = method_of(method, patterns, rows, keys, sizes)
+    _agree(chosen, sizes, q, call, tuple(given))
+    attend = UlyssesAttention if chosen == "ulysses" else PiecewiseAttention
+    o, lse = attend.apply(q, k, v, bias, sinks, call)
     return (o, lse) if return_lse else o
 
 
 # Checks
 
 
-def _refuse(dropout_p: float, blocks: object) -> None:
+def _refuse(dropout_p: float, blocks: object, block: object) -> None:
     if dropout_p != 0:
         raise NotImplementedError(
             f"{_OP}: dropout_p: expected 0 on several ranks, got {dropout_p}; drop elements of the result instead"
@@ -179,18 +182,16 @@ def _refuse(dropout_p: float, blocks: object) -> None:
             f"{_OP}: blocks: expected None on several ranks, got {type(blocks).__name__}; the pattern decides what "
             "travels, so give the blocks as one (fw.patterns.from_layout)"
         )
+    check_no_block(_OP, block)
 
 
-def _check_plain(operands: dict[str, Tensor], extras: dict[str, Tensor]) -> None:
-    for name, t in (operands | extras).items():
+def _check_plain(tensors: dict[str, Tensor]) -> None:
+    for name, t in tensors.items():
         check_tensor(_OP, name, t)
         if type(t) is not Tensor and type(t) is not torch.nn.Parameter:
             fail(_OP, name, "a plain tensor of this rank's rows", f"a {type(t).__name__} (to_local() gives one)")
-        if name in operands and t.dim() != 4:
+        if name in ("q", "k", "v") and t.dim() != 4:
             fail(_OP, name, f"4 dimensions {'(B, Hq, rows, D)' if name == 'q' else '(B, Hk, keys, D)'}", tuple(t.shape))
-    slopes = extras.get("slopes")
-    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(f"{_OP}: bias: expected slopes that require no grad, got some that do; detach them")
 
 
 def _patterns(pattern: Patterns | None, shards: Shards | None, q: Tensor) -> tuple[Pattern, ...]:
@@ -257,6 +258,26 @@ def _check(
     check_attention(operands, patterns, given, scale, softcap, 0.0)
 
 
+def _padding(mask: Tensor | None, keys: Ranges, rank: int) -> tuple[Tensor | None, bool]:
+    """The mask, and whether it has all keys. A rank that holds all cannot tell, so others keep to theirs too."""
+    first, last = keys[rank]
+    if mask is None or mask.shape[1] == last - first:
+        return mask, False
+    if any(b - a == keys[-1][1] for a, b in keys):
+        return mask[:, first:last], False
+    return mask, True
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, call: Call) -> Sizes:
+    learns = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (q, k, v, bias, sinks)]
+    lse_width = max(q.element_size(), 4) if call.returns_lse else 0
+    return Sizes(
+        *(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.element_size(), lse_width),
+        *((learns[0], learns[1], learns[2]), any(learns), call.padding is not None and not call.padding_is_whole),
+        None if bias is None else Bias.of(bias, call.rows, learns[3]),
+    )
+
+
 # Agreement
 
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Any]] = weakref.WeakKeyDictionary()
@@ -267,25 +288,25 @@ def _checksum(value: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _agree(
-    qkv: Sequence[Tensor],
-    patterns: tuple[Pattern, ...],
-    ranges: tuple[Ranges, Ranges],
-    call: Call,
-    extras: dict[str, Tensor],
-) -> None:
+def _agree(method: str, sizes: Sizes, q: Tensor, call: Call, extras: tuple[str, ...]) -> None:
     """Compares checksums with the other ranks, the first time that a group sees such a call."""
-    grad = torch.is_grad_enabled()
-    shapes = [(*t.shape[:2], t.shape[3], str(t.dtype), grad and t.requires_grad) for t in qkv]
-    learns = grad and any(t.requires_grad for t in (*qkv, *extras.values()))
-    options = call.scale, call.softcap, call.precision, tuple(extras), call.padding_is_whole, learns
-    known, key = _agreed.setdefault(call.group, set()), (patterns, ranges, *shapes, options)
+    options = call.scale, call.softcap, call.precision, extras, call.padding_is_whole, call.returns_lse
+    known = _agreed.setdefault(call.group, set())
+    key = call.patterns, call.rows, call.keys, sizes, q.dtype, options, method
     if key in known or call.group.size() == 1:
         return
-    texts = [p.text for p in patterns]
-    mine = {"pattern": texts[0] if len(texts) == 1 else texts, "shards": ranges}
-    mine |= dict(zip("qkv", shapes, strict=True)) | {"options": options}
-    every = gathered(_OP, call.group, [_checksum(value) for value in mine.values()], qkv[0].device)
+    texts = [p.text for p in call.patterns]
+    mine: dict[str, object] = {
+        "pattern": texts[0] if len(texts) == 1 else texts,
+        "shards": (call.rows, call.keys),
+        "q": (sizes.batch, sizes.heads, sizes.depth, str(q.dtype), sizes.learns[0]),
+        "k": (sizes.key_heads, sizes.learns[1]),
+        "v": (sizes.value_depth, sizes.learns[2]),
+        "bias": sizes.bias,
+        "options": (*options, sizes.backward),
+        "method": method,
+    }
+    every = gathered(_OP, call.group, [_checksum(value) for value in mine.values()], q.device)
     for n, (name, value) in enumerate(mine.items()):
         others = [rank for rank, numbers in enumerate(every) if numbers[n] != every[call.group.rank()][n]]
         if others:

@@ -3,7 +3,7 @@
 import ctypes
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -70,6 +70,51 @@ def default_precision() -> str:
     """JAX's own default lets a GPU round fp32 operands to tf32."""
     setting = str(jax.config.jax_default_matmul_precision).lower()  # type: ignore[attr-defined]
     return "ieee" if setting in ("highest", "float32", "f32_f32_f32") else "tf32"
+
+
+# Calls. Under `shard_map` the type of an array says over which axes of the mesh it varies.
+
+
+def alike(*arrays: jax.Array) -> Sequence[jax.Array]:
+    """The arrays, each varying over all axes over which one of them does. Their gradients are summed over the rest."""
+    every = frozenset[str]().union(*map(_varying, arrays))
+    return [varying(x, every) for x in arrays]
+
+
+def varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """The same array, varying over these axes too."""
+    rest = tuple(sorted(frozenset(axes) - _varying(x)))
+    return jax.lax.pcast(x, rest, to="varying") if rest and hasattr(jax.lax, "pcast") else x
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
+    """The axes over which an array varies; none where JAX is too old to say it."""
+    if not hasattr(jax.lax, "pcast"):
+        return frozenset()
+    known = jax.typeof(x)
+    manual = getattr(known, "manual_axis_type", None)
+    return getattr(known, "vma", frozenset()) if manual is None else manual.varying
+
+
+def foreign(target: str, results: Any, *arrays: jax.Array, **attributes: Any) -> Any:
+    """A call of a handler. `results`, one or several, vary over the axes over which the operands do."""
+    same = alike(*arrays)
+    axes = _varying(same[0])
+    found = jax.ffi.ffi_call(f"fretwork_{target}", results, vmap_method="sequential")(*same, **attributes)
+    return jax.tree.map(lambda x: varying(x, axes), found)  # JAX takes them for the same on all devices
+
+
+class differentiable:
+    """`jax.custom_vjp` of a function of `static` hashable values and arrays. The arrays vary over the same axes."""
+
+    def __init__(self, function: Callable[..., Any], static: int = 0) -> None:
+        self._rule, self._static = jax.custom_vjp(function, nondiff_argnums=tuple(range(static))), static
+
+    def defvjp(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
+        self._rule.defvjp(forward, backward)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._rule(*arguments[: self._static], *alike(*arguments[self._static :]))
 
 
 def differentiated_once(op: str, gradient: Callable[..., Any], instead: str) -> Callable[..., Any]:

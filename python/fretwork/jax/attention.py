@@ -18,8 +18,10 @@ from fretwork.jax._handlers import (
     array,
     check_precision,
     default_precision,
+    differentiable,
     differentiated_once,
     fold,
+    foreign,
     one_by_one,
     operand,
 )
@@ -31,10 +33,10 @@ Patterns = Pattern | Sequence[Pattern] | Sequence[Sequence[Pattern]]
 
 
 # What may follow q, k and v, in this order, as the handlers name it: bias has 4 dimensions, dropout is a seed.
-_EXTRAS = {"bias": "b", "slopes": "s", "dropout": "d", "key_padding_mask": "k", "sinks": "z"}
+EXTRAS = {"bias": "b", "slopes": "s", "dropout": "d", "key_padding_mask": "k", "sinks": "z"}
 
 
-class _Attention(NamedTuple):
+class AttentionCall(NamedTuple):
     """What attention is, besides q, k, v and the extras that follow them."""
 
     patterns: tuple[Pattern, ...]
@@ -42,7 +44,7 @@ class _Attention(NamedTuple):
     softcap: float
     dropout_p: float
     precision: str
-    extras: str  # which of `_EXTRAS` there are, by their letters
+    extras: str  # which of `EXTRAS` there are, by their letters
 
     def options(self) -> dict[str, Any]:
         numbers = {"scale": self.scale, "softcap": self.softcap, "dropout_p": self.dropout_p}
@@ -77,7 +79,7 @@ class _Attention(NamedTuple):
         return "d" in own or own.get("s", False) or own.get("z", False) or len(self.patterns) not in (1, heads)
 
 
-def _wide(dtype: Any) -> Any:
+def wide(dtype: Any) -> Any:
     """Of lse."""
     return jnp.promote_types(dtype, jnp.float32)
 
@@ -87,16 +89,16 @@ def _fold_bias(bias: jax.Array, batched: bool, size: int, batch: int) -> jax.Arr
     return jnp.broadcast_to(many, (size, batch, *many.shape[2:])).reshape(size * batch, *many.shape[2:])
 
 
-def _attention_call(p: _Attention, *arguments: jax.Array) -> Sequence[jax.Array]:
+def attention_call(p: AttentionCall, *arguments: jax.Array) -> Sequence[jax.Array]:
     """o and lse of q, k, v and the extras."""
 
     def on_part(*arguments: jax.Array) -> Sequence[jax.Array]:
         q, _, v = arguments[:3]
         results = [
             jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype),
-            jax.ShapeDtypeStruct(q.shape[:3], _wide(q.dtype)),
+            jax.ShapeDtypeStruct(q.shape[:3], wide(q.dtype)),
         ]
-        return jax.ffi.ffi_call("fretwork_attention", results)(*arguments, **p.options())
+        return foreign("attention", results, *arguments, **p.options())
 
     @custom_vmap
     def call(*arguments: jax.Array) -> Sequence[jax.Array]:
@@ -105,25 +107,25 @@ def _attention_call(p: _Attention, *arguments: jax.Array) -> Sequence[jax.Array]
     @call.def_vmap
     def _(size: int, batched: list[bool], *arguments: jax.Array) -> tuple[Sequence[jax.Array], list[bool]]:
         if p.alone(batched, arguments[0].shape[-3]):
-            return one_by_one(functools.partial(_attention_call, p), batched, arguments), [True, True]
+            return one_by_one(functools.partial(attention_call, p), batched, arguments), [True, True]
         batch = arguments[0].shape[1 if batched[0] else 0]
         folded = [fold(x, many, size) for x, many in zip(arguments[:3], batched, strict=False)]
         for kind, many, x in zip(p.extras, batched[3:], arguments[3:], strict=True):
             same = kind in "sz" or (kind == "b" and not many and x.shape[0] == 1)
             folded.append(x if same else _fold_bias(x, many, size, batch))
-        return [x.reshape(size, batch, *x.shape[1:]) for x in _attention_call(p, *folded)], [True, True]
+        return [x.reshape(size, batch, *x.shape[1:]) for x in attention_call(p, *folded)], [True, True]
 
     return call(*arguments)
 
 
-def _gradient_call(p: _Attention, *arguments: jax.Array) -> Sequence[jax.Array]:
+def attention_gradients(p: AttentionCall, *arguments: jax.Array) -> Sequence[jax.Array]:
     """The gradients of q, k, v, bias and sinks, of q, k, v, o, lse, d_o, d_lse and the extras."""
 
     def on_part(*arguments: jax.Array) -> Sequence[jax.Array]:
         learned = [x for kind, x in zip(p.extras, arguments[7:], strict=True) if kind in "bz"]
         like = [*arguments[:3], *learned]
         results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like]
-        return jax.ffi.ffi_call("fretwork_attention_backward", results)(*arguments, **p.options())
+        return foreign("attention_backward", results, *arguments, **p.options())
 
     @custom_vmap
     def call(*arguments: jax.Array) -> Sequence[jax.Array]:
@@ -134,12 +136,12 @@ def _gradient_call(p: _Attention, *arguments: jax.Array) -> Sequence[jax.Array]:
         count = 3 + len(set(p.extras) & set("bz"))
         # The elements of a batch would add up their gradients of sinks.
         if "z" in p.extras or p.alone(batched, arguments[0].shape[-3]):
-            return one_by_one(functools.partial(_gradient_call, p), batched, arguments), [True] * count
+            return one_by_one(functools.partial(attention_gradients, p), batched, arguments), [True] * count
         batch = arguments[0].shape[1 if batched[0] else 0]
         folded = [fold(x, many, size) for x, many in zip(arguments[:7], batched, strict=False)]
         for kind, many, x in zip(p.extras, batched[7:], arguments[7:], strict=True):
             folded.append(x if kind == "s" else _fold_bias(x, many, size, batch))
-        found = [x.reshape(size, batch, *x.shape[1:]) for x in _gradient_call(p, *folded)]
+        found = [x.reshape(size, batch, *x.shape[1:]) for x in attention_gradients(p, *folded)]
         if count == 4 and arguments[7].shape[1 if batched[7] else 0] != batch:
             found[3] = found[3].sum(axis=1, keepdims=True)
         return found, [True] * count
@@ -148,21 +150,21 @@ def _gradient_call(p: _Attention, *arguments: jax.Array) -> Sequence[jax.Array]:
     return differentiated_once("attention", call, instead)(*arguments)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(p: _Attention, *arguments: jax.Array) -> Sequence[jax.Array]:
-    return _attention_call(p, *arguments)
+@functools.partial(differentiable, static=1)
+def _attention(p: AttentionCall, *arguments: jax.Array) -> Sequence[jax.Array]:
+    return attention_call(p, *arguments)
 
 
-def _attention_forward(p: _Attention, *arguments: jax.Array) -> tuple[Sequence[jax.Array], tuple[jax.Array, ...]]:
+def _attention_forward(p: AttentionCall, *arguments: jax.Array) -> tuple[Sequence[jax.Array], tuple[jax.Array, ...]]:
     results = _attention(p, *arguments)
     return results, (*arguments, *results)
 
 
 def _attention_backward(
-    p: _Attention, saved: tuple[jax.Array, ...], d: Sequence[jax.Array]
+    p: AttentionCall, saved: tuple[jax.Array, ...], d: Sequence[jax.Array]
 ) -> tuple[jax.Array | None, ...]:
     q, k, v, *extras, o, lse = saved
-    gradients = _gradient_call(p, q, k, v, o, lse, *d, *extras)
+    gradients = attention_gradients(p, q, k, v, o, lse, *d, *extras)
     found = iter(gradients[3:])
     return *gradients[:3], *(next(found) if kind in "bz" else None for kind in p.extras)
 
@@ -203,22 +205,22 @@ def _checked_attention(
     v: jax.Array,
     extras: dict[str, jax.Array],
 ) -> Sequence[jax.Array]:
-    known = [operand(name, extras[name]) for name in _EXTRAS if name in extras and name != "dropout"]
+    known = [operand(name, extras[name]) for name in EXTRAS if name in extras and name != "dropout"]
     operands = [operand(name, x) for name, x in zip("qkv", (q, k, v), strict=True)]
     _shapes.check_attention(operands, patterns, known, scale, softcap, dropout_p)
-    ordered = {name: extras[name] for name in _EXTRAS if name in extras}
+    ordered = {name: extras[name] for name in EXTRAS if name in extras}
     if "slopes" in ordered:
-        ordered["slopes"] = ordered["slopes"].astype(_wide(q.dtype))
+        ordered["slopes"] = ordered["slopes"].astype(wide(q.dtype))
     if "bias" in ordered:
         bias = ordered["bias"]
         ordered["bias"] = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
-    p = _Attention(
+    p = AttentionCall(
         patterns,
         float(q.shape[-1] ** -0.5) if scale is None else scale,
         softcap,
         dropout_p if dropout_p < 1 else 0.0,
         precision or default_precision(),
-        "".join(_EXTRAS[name] for name in ordered),
+        "".join(EXTRAS[name] for name in ordered),
     )
     o, lse = _attention(p, q, k, v, *ordered.values())
     return o if dropout_p < 1 else jnp.where(False, o, 0), lse

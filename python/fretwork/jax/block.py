@@ -20,7 +20,9 @@ from fretwork.jax._handlers import (
     check_layout,
     check_precision,
     default_precision,
+    differentiable,
     differentiated_once,
+    foreign,
     one_by_one,
     operand,
 )
@@ -74,8 +76,7 @@ def _matmul_call(p: _Product, a: jax.Array, b: jax.Array) -> jax.Array:
     def on_part(a: jax.Array, b: jax.Array) -> list[jax.Array]:
         result = jax.ShapeDtypeStruct(p.shape(a, b), a.dtype)
         options = {"trans_a": p.trans_a, "trans_b": p.trans_b, "sum_z": p.sum_z, "sum_h": p.sum_h}
-        call = jax.ffi.ffi_call("fretwork_matmul", result)
-        return [call(a, b, mode=p.mode, layout=p.layout.text, precision=p.precision, **options)]
+        return [foreign("matmul", result, a, b, mode=p.mode, layout=p.layout.text, precision=p.precision, **options)]
 
     @custom_vmap
     def call(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -91,7 +92,7 @@ def _matmul_call(p: _Product, a: jax.Array, b: jax.Array) -> jax.Array:
     return call(a, b)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(differentiable, static=1)
 def _matmul(p: _Product, a: jax.Array, b: jax.Array) -> jax.Array:
     return _matmul_call(p, a, b)
 
@@ -221,9 +222,10 @@ class _Softmax(NamedTuple):
 
 def _softmax_call(p: _Softmax, values: jax.Array, *extras: jax.Array) -> jax.Array:
     def on_part(values: jax.Array, *extras: jax.Array) -> list[jax.Array]:
-        modes = {"key_padding_mask_mode": p.key_padding_mask_mode, "attn_mask_mode": p.attn_mask_mode}
-        call = jax.ffi.ffi_call("fretwork_softmax", jax.ShapeDtypeStruct(values.shape, values.dtype))
-        return [call(values, *extras, layout=p.layout.text, scale=np.float64(p.scale), extras=p.extras, **modes)]
+        options = {"key_padding_mask_mode": p.key_padding_mask_mode, "attn_mask_mode": p.attn_mask_mode}
+        options |= {"layout": p.layout.text, "extras": p.extras}
+        result = jax.ShapeDtypeStruct(values.shape, values.dtype)
+        return [foreign("softmax", result, values, *extras, scale=np.float64(p.scale), **options)]
 
     @custom_vmap
     def call(values: jax.Array, *extras: jax.Array) -> jax.Array:
@@ -251,9 +253,8 @@ def _softmax_gradients(p: _Softmax, out: jax.Array, d: jax.Array) -> Sequence[ja
 
     def on_part(out: jax.Array, d: jax.Array) -> Sequence[jax.Array]:
         shapes = [(out.shape, out.dtype), *([p.rpe] if p.rpe else [])]
-        return jax.ffi.ffi_call("fretwork_softmax_backward", [jax.ShapeDtypeStruct(*s) for s in shapes])(
-            out, d, layout=p.layout.text, scale=np.float64(p.scale)
-        )
+        results = [jax.ShapeDtypeStruct(*s) for s in shapes]
+        return foreign("softmax_backward", results, out, d, layout=p.layout.text, scale=np.float64(p.scale))
 
     @custom_vmap
     def call(out: jax.Array, d: jax.Array) -> Sequence[jax.Array]:
@@ -274,7 +275,7 @@ def _softmax_gradients(p: _Softmax, out: jax.Array, d: jax.Array) -> Sequence[ja
     return differentiated_once("block_softmax", call, instead)(out, d)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(differentiable, static=1)
 def _softmax(p: _Softmax, values: jax.Array, *extras: jax.Array) -> jax.Array:
     return _softmax_call(p, values, *extras)
 
@@ -358,7 +359,7 @@ def _copy_call(op: str, layout: BlockLayout, fill: float, x: jax.Array) -> jax.A
         shape = _shapes.packed_shape(layout) if op == "pack" else layout.shape
         options = {} if op == "pack" else {"fill": np.float64(fill)}
         result = jax.ShapeDtypeStruct((x.shape[0], *shape), x.dtype)
-        return [jax.ffi.ffi_call(f"fretwork_{op}", result)(x, layout=layout.text, **options)]
+        return [foreign(op, result, x, layout=layout.text, **options)]
 
     @custom_vmap
     def call(x: jax.Array) -> jax.Array:
@@ -372,7 +373,7 @@ def _copy_call(op: str, layout: BlockLayout, fill: float, x: jax.Array) -> jax.A
     return call(x)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(differentiable, static=3)
 def _copy(op: str, layout: BlockLayout, fill: float, x: jax.Array) -> jax.Array:
     return _copy_call(op, layout, fill, x)
 

@@ -13,7 +13,16 @@ from jax.typing import ArrayLike
 
 from fretwork import _shapes
 from fretwork._shapes import ConvGeometry
-from fretwork.jax._handlers import array, check_layout, check_precision, default_precision, one_by_one, operand
+from fretwork.jax._handlers import (
+    array,
+    check_layout,
+    check_precision,
+    default_precision,
+    differentiable,
+    foreign,
+    one_by_one,
+    operand,
+)
 from fretwork.jax._partition import Axis, partitioned
 from fretwork.patterns import BlockLayout
 
@@ -48,8 +57,8 @@ def _call(kind: str, p: _Conv, a: jax.Array, b: jax.Array, *bias: jax.Array) -> 
     def on_part(a: jax.Array, b: jax.Array, *bias: jax.Array) -> list[jax.Array]:
         result = jax.ShapeDtypeStruct(_shape(kind, p, a), a.dtype)
         numbers = {name: np.array(given, np.int64) for name, given in p.geometry._asdict().items()}
-        call = jax.ffi.ffi_call(f"fretwork_block_conv2d{kind}", result)
-        return [call(a, b, *bias, layout=p.layout.text, precision=p.precision, **numbers)]
+        options = {"layout": p.layout.text, "precision": p.precision, **numbers}
+        return [foreign(f"block_conv2d{kind}", result, a, b, *bias, **options)]
 
     @custom_vmap
     def call(a: jax.Array, b: jax.Array, *bias: jax.Array) -> jax.Array:
@@ -68,7 +77,7 @@ def _call(kind: str, p: _Conv, a: jax.Array, b: jax.Array, *bias: jax.Array) -> 
     return call(a, b, *bias)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(differentiable, static=2)
 def _conv(kind: str, p: _Conv, a: jax.Array, b: jax.Array, *bias: jax.Array) -> jax.Array:
     return _call(kind, p, a, b, *bias)
 

@@ -14,7 +14,16 @@ from jax.typing import ArrayLike
 
 from fretwork import _shapes
 from fretwork._checks import fail, flag, number, whole_number
-from fretwork.jax._handlers import array, default_precision, differentiated_once, fold, one_by_one, operand
+from fretwork.jax._handlers import (
+    array,
+    default_precision,
+    differentiable,
+    differentiated_once,
+    fold,
+    foreign,
+    one_by_one,
+    operand,
+)
 from fretwork.patterns import Pattern
 
 __all__ = ["BlockLists", "select_blocks", "selected_attention", "varlen_attention"]
@@ -94,7 +103,7 @@ def _attention_call(p: _Dynamic, *arguments: jax.Array) -> Sequence[jax.Array]:
             jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype),
             jax.ShapeDtypeStruct(q.shape[:3], wide),
         ]
-        return jax.ffi.ffi_call("fretwork_dynamic_attention", results)(*arguments, **p.options())
+        return foreign("dynamic_attention", results, *arguments, **p.options())
 
     return _batched_call(p, call, 2, 3)(*arguments)
 
@@ -106,13 +115,13 @@ def _gradient_call(p: _Dynamic, *arguments: jax.Array) -> Sequence[jax.Array]:
     def call(*arguments: jax.Array) -> Sequence[jax.Array]:
         learned = [*arguments[:3], *arguments[7 + _FORMS[p.keys] :][: like - 3]]
         results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in learned]
-        return jax.ffi.ffi_call("fretwork_dynamic_attention_backward", results)(*arguments, **p.options())
+        return foreign("dynamic_attention_backward", results, *arguments, **p.options())
 
     instead = "apply jax.nn.softmax to scores with -inf where a key is not seen"
     return differentiated_once("attention", _batched_call(p, call, like, 7), instead)(*arguments)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(differentiable, static=1)
 def _attention(p: _Dynamic, *arguments: jax.Array) -> Sequence[jax.Array]:
     return _attention_call(p, *arguments)
 
@@ -257,10 +266,10 @@ def select_blocks(
     op = "select_blocks"
     top_k, first, last = (whole_number(op, name, n) for name, n in (("top_k", top_k), ("first", first), ("last", last)))
     numbers = (top_k, _shapes.check_sides(op, block), flag(op, "causal", causal), first, last)
-    return BlockLists(*_select(numbers, array(op, "q", q), array(op, "k", k)))
+    without_gradient = (jax.lax.stop_gradient(array(op, name, x)) for name, x in (("q", q), ("k", k)))
+    return BlockLists(*_select(numbers, *without_gradient))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 @functools.partial(jax.jit, static_argnums=0)
 def _select(
     numbers: tuple[int, tuple[int, int], bool, int, int], q: jax.Array, k: jax.Array
@@ -273,7 +282,7 @@ def _select(
     def call(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         shape = _shapes.check_select_blocks(operand("q", q), operand("k", k), top_k, sides, first, last)
         results = [jax.ShapeDtypeStruct(s, jnp.int32) for s in (shape, (*shape, top_k))]
-        counts, indices = jax.ffi.ffi_call("fretwork_select_blocks", results)(q, k, **options)
+        counts, indices = foreign("select_blocks", results, q, k, **options)
         return counts, indices
 
     @call.def_vmap
@@ -283,12 +292,6 @@ def _select(
         return tuple(x.reshape(size, batch, *x.shape[1:]) for x in found), (True, True)
 
     return call(q, k)  # type: ignore[no-any-return]
-
-
-@_select.defjvp
-def _(numbers: Any, primals: tuple[jax.Array, ...], _: object) -> tuple[Any, Any]:
-    found = _select(numbers, *primals)
-    return found, tuple(np.zeros(x.shape, jax.dtypes.float0) for x in found)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -15,7 +15,15 @@ from jax.typing import ArrayLike
 
 from fretwork._checks import fail, flag
 from fretwork._shapes import check_floating, factor_features
-from fretwork.jax._handlers import ACTIVATIONS, array, check_precision, default_precision, operand
+from fretwork.jax._handlers import (
+    ACTIVATIONS,
+    array,
+    check_precision,
+    default_precision,
+    differentiable,
+    foreign,
+    operand,
+)
 from fretwork.jax._partition import Axis, partitioned
 from fretwork.patterns import KroneckerPattern
 from fretwork.patterns.kronecker import butterfly, kronecker_patterns, monarch, projected
@@ -68,11 +76,7 @@ def _ksmm_call(p: _Product, x: jax.Array, w: jax.Array, *bias: jax.Array) -> jax
     def on_part(x: jax.Array, w: jax.Array, *bias: jax.Array) -> list[jax.Array]:
         a, b, _, d = w.shape
         shape = (a * b * d, x.shape[1]) if p.bs_last else (x.shape[0], a * b * d)
-        return [
-            jax.ffi.ffi_call("fretwork_ksmm", jax.ShapeDtypeStruct(shape, x.dtype))(
-                x, w, *bias, activation=p.activation, bs_last=p.bs_last, precision=p.precision
-            )
-        ]
+        return [foreign("ksmm", jax.ShapeDtypeStruct(shape, x.dtype), x, w, *bias, **p._asdict())]
 
     @custom_vmap
     def call(*operands: jax.Array) -> jax.Array:
@@ -99,9 +103,7 @@ def _weight_call(p: _Product, a: int, d: int, x: jax.Array, d_y: jax.Array) -> S
         features = 1 - p.batch
         b, c = (t.shape[features] // (a * d) for t in (d_y, x))
         results = [jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((a, b, c, d), (a * b * d,))]
-        return jax.ffi.ffi_call("fretwork_ksmm_backward_weight", results)(
-            x, d_y, bs_last=p.bs_last, precision=p.precision
-        )
+        return foreign("ksmm_backward_weight", results, x, d_y, bs_last=p.bs_last, precision=p.precision)
 
     @custom_vmap
     def call(x: jax.Array, d_y: jax.Array) -> Sequence[jax.Array]:
@@ -120,7 +122,7 @@ def _weight_call(p: _Product, a: int, d: int, x: jax.Array, d_y: jax.Array) -> S
 # Gradients. Each formula is made of functions that have one, so that a gradient can be differentiated again.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(differentiable, static=1)
 def _ksmm(p: _Product, x: jax.Array, w: jax.Array, *bias: jax.Array) -> jax.Array:
     return _ksmm_call(p, x, w, *bias)
 
@@ -143,7 +145,7 @@ def _ksmm_backward(p: _Product, operands: tuple[jax.Array, ...], d_y: jax.Array)
 _ksmm.defvjp(_ksmm_forward, _ksmm_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(differentiable, static=3)
 def _weight(p: _Product, a: int, d: int, x: jax.Array, d_y: jax.Array) -> Sequence[jax.Array]:
     return _weight_call(p, a, d, x, d_y)
 
@@ -180,11 +182,7 @@ def _chain_call(p: _Product, count: int, x: jax.Array, *operands: jax.Array) -> 
     def on_part(x: jax.Array, *operands: jax.Array) -> list[jax.Array]:
         a, b, _, d = operands[count - 1].shape
         shape = (a * b * d, x.shape[1]) if p.bs_last else (x.shape[0], a * b * d)
-        return [
-            jax.ffi.ffi_call("fretwork_ksmm_chain", jax.ShapeDtypeStruct(shape, x.dtype))(
-                x, *operands, activation=p.activation, bs_last=p.bs_last, precision=p.precision
-            )
-        ]
+        return [foreign("ksmm_chain", jax.ShapeDtypeStruct(shape, x.dtype), x, *operands, **p._asdict())]
 
     @custom_vmap
     def call(*operands: jax.Array) -> jax.Array:
@@ -202,7 +200,7 @@ def _chain_call(p: _Product, count: int, x: jax.Array, *operands: jax.Array) -> 
     return call(x, *operands)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(differentiable, static=2)
 def _chain(p: _Product, count: int, x: jax.Array, *operands: jax.Array) -> jax.Array:
     return _chain_call(p, count, x, *operands)
 

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from fretwork import _shapes
 from fretwork._checks import number
-from fretwork.jax._handlers import array, differentiated_once, fold, operand
+from fretwork.jax._handlers import array, differentiable, differentiated_once, fold, foreign, operand
 from fretwork.jax._partition import Axis, partitioned
 from fretwork.patterns import Pattern
 from fretwork.patterns.pattern import row_width
@@ -54,7 +54,7 @@ def _folded(call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return mapped
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(differentiable, static=1)
 def _product(p: _Product, a: jax.Array, b: jax.Array) -> jax.Array:
     def call(a: jax.Array, b: jax.Array) -> jax.Array:
         whole = a.shape[1]
@@ -62,7 +62,7 @@ def _product(p: _Product, a: jax.Array, b: jax.Array) -> jax.Array:
         def on_part(a: jax.Array, b: jax.Array) -> list[jax.Array]:
             part = p._replace(heads=p.heads * a.shape[1] // whole if whole else p.heads)
             result = jax.ShapeDtypeStruct(part.shape(a, b), a.dtype)
-            return [jax.ffi.ffi_call(f"fretwork_{p.op}", result)(a, b, pattern=p.pattern.text)]
+            return [foreign(p.op, result, a, b, pattern=p.pattern.text)]
 
         return partitioned(on_part, _BATCH_AND_HEADS, (a, b))[0]
 
@@ -87,11 +87,11 @@ def _product_backward(p: _Product, operands: tuple[jax.Array, jax.Array], d: jax
 _product.defvjp(_product_forward, _product_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(differentiable, static=2)
 def _softmax(pattern: Pattern, scale: float, x: jax.Array) -> jax.Array:
     def on_part(x: jax.Array) -> list[jax.Array]:
         result = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return [jax.ffi.ffi_call("fretwork_r_softmax", result)(x, pattern=pattern.text, scale=np.float64(scale))]
+        return [foreign("r_softmax", result, x, pattern=pattern.text, scale=np.float64(scale))]
 
     def call(x: jax.Array) -> jax.Array:
         return partitioned(on_part, [Axis([d], [d]) for d in (0, 1)], (x,))[0]
@@ -107,7 +107,7 @@ def _softmax_forward(pattern: Pattern, scale: float, x: jax.Array) -> tuple[jax.
 def _softmax_backward(pattern: Pattern, scale: float, out: jax.Array, d: jax.Array) -> tuple[jax.Array]:
     def on_part(out: jax.Array, d: jax.Array) -> list[jax.Array]:
         result, options = jax.ShapeDtypeStruct(out.shape, out.dtype), {"scale": np.float64(scale)}
-        return [jax.ffi.ffi_call("fretwork_r_softmax_backward", result)(out, d, pattern=pattern.text, **options)]
+        return [foreign("r_softmax_backward", result, out, d, pattern=pattern.text, **options)]
 
     def call(out: jax.Array, d: jax.Array) -> jax.Array:
         return partitioned(on_part, _BATCH_AND_HEADS, (out, d))[0]

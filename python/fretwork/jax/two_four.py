@@ -26,7 +26,15 @@ from jax.typing import ArrayLike, DTypeLike
 from fretwork._checks import fail, flag, refuse, whole_number
 from fretwork._library import two_four_order
 from fretwork._shapes import two_four_axis, two_four_cut
-from fretwork.jax._handlers import ACTIVATIONS, array, check_precision, default_precision, one_by_one
+from fretwork.jax._handlers import (
+    ACTIVATIONS,
+    array,
+    check_precision,
+    default_precision,
+    differentiable,
+    foreign,
+    one_by_one,
+)
 from fretwork.jax._partition import Axis, partitioned
 
 __all__ = ["TwoFour", "cat", "check", "compress", "from_layout", "linear", "matmul", "prune"]
@@ -150,7 +158,7 @@ class TwoFour:
 
 
 def _call(name: str, results: Any, *arrays: jax.Array, **attributes: Any) -> Any:
-    return jax.ffi.ffi_call(f"fretwork_two_four_{name}", results, vmap_method="sequential")(*arrays, **attributes)
+    return foreign(f"two_four_{name}", results, *arrays, **attributes)
 
 
 _PLACE = jax.ShapeDtypeStruct((2,), jnp.int32)  # the two halves of an int64, which jax may not have
@@ -184,13 +192,13 @@ def _no_gradient(x: jax.Array) -> np.ndarray:
 # The form. to_dense and gather are each other's gradients.
 
 
-@jax.custom_vjp
+@differentiable
 def _to_dense(values: jax.Array, metadata: jax.Array) -> jax.Array:
     lines, half = values.shape
     return _call("to_dense", jax.ShapeDtypeStruct((lines, 2 * half), values.dtype), values, metadata)
 
 
-@jax.custom_vjp
+@differentiable
 def _gather(dense: jax.Array, metadata: jax.Array) -> jax.Array:
     lines, k = dense.shape
     return _call("gather", jax.ShapeDtypeStruct((lines, k // 2), dense.dtype), dense, metadata)
@@ -200,7 +208,7 @@ _to_dense.defvjp(lambda v, m: (_to_dense(v, m), m), lambda m, d: (_gather(d, m),
 _gather.defvjp(lambda a, m: (_gather(a, m), m), lambda m, d: (_to_dense(d, m), _no_gradient(m)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(differentiable, static=2)
 def _compress(dim: int, word: str, dense: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     lines, k = dense.shape if dim else dense.shape[::-1]
     results = [
@@ -224,7 +232,7 @@ def _compress_backward(dim: int, word: str, metadata: jax.Array, d: Any) -> tupl
 _compress.defvjp(_compress_forward, _compress_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(differentiable, static=2)
 def _prune(dim: int, transposable: bool, dense: jax.Array) -> jax.Array:
     result = jax.ShapeDtypeStruct(dense.shape, dense.dtype)
     return _call("prune", result, dense, dim=np.int64(dim), transposable=transposable)
@@ -425,7 +433,7 @@ class _Product(NamedTuple):
     precision: str
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(differentiable, static=1)
 def _matmul(p: _Product, values: jax.Array, metadata: jax.Array, dense: jax.Array, *bias: jax.Array) -> jax.Array:
     attributes = {"left": p.left, "activation": p.activation, "precision": p.precision}
 

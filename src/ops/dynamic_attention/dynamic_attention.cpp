@@ -158,7 +158,6 @@ void check_options(const char* op, Form form, const AttentionOptions& options) {
       throw Error(op, argument, "none with keys that only the device knows", "one");
     }
   };
-  refuse("sinks", options.sinks.has_value());
   refuse("bias", !blocks && options.bias.has_value());
   refuse("slopes", !blocks && options.slopes.has_value());
   refuse("softcap", !blocks && options.softcap > 0);
@@ -213,6 +212,7 @@ void dynamic_attention_backward(const ConstTensorView& q, const ConstTensorView&
   if (p.attention.heads == 0) {  // then there is no batch either: backends divide by the number of heads
     b.attention.forward.batch = 0;
     b.attention.forward.heads = b.attention.forward.kv_heads = 1;
+    b.attention.forward.sinks = b.attention.d_sinks = {};
   }
   context.device.type == DeviceType::cuda ? dynamic_attention_op::cuda::backward(b, context)
                                           : dynamic_attention_op::cpu::backward(b, context);

@@ -22,9 +22,9 @@ std::size_t stats_bytes(const Problem& p) {
   return static_cast<std::size_t>(p.batch * p.heads * p.rows) * stats_size(p);
 }
 /// What finds rows whose log-sum-exp has lost its smaller part to rounding: only a bias or ALiBi makes them so large.
-std::size_t sums_bytes(const Problem& p) {
+std::size_t large_sums_bytes(const Problem& p) {
   const bool large = p.bias.data != nullptr || p.slopes.data != nullptr;
-  return large ? static_cast<std::size_t>(p.batch * p.heads * p.rows) * sizeof(RowSum) : 0;
+  return large ? sums_bytes(p) : 0;
 }
 KernelConfig statistics_config(const Problem& p) {
   return {score_of(p) != 0 ? Pass::scored_statistics : Pass::statistics, p.dtype};
@@ -298,7 +298,7 @@ std::optional<ScoredBackwardParams> backward_operands(const BackwardProblem& b, 
 
 void launch_statistics(const BackwardProblem& b, void* stats, bool in_tiles, Context& context) {
   const Problem& p = b.forward;
-  const Workspace sums(context, sums_bytes(p));
+  const Workspace sums(context, large_sums_bytes(p));
   if (sums.data() != nullptr) {
     portable::find_large_sums(p, static_cast<RowSum*>(sums.data()), context);
   }

@@ -27,7 +27,6 @@ std::optional<ForwardLaunch> forward_launch(const Problem& p, const HeadRange& r
   params.seen = see(p, c, range.plan->shape.cols, params.walk, seen, context);
   params.pieces = uploaded<PieceOf>(prepared.memory, prepared.schedules[at].pieces);
   params.merge = at > 0 || prepared.fill ? 1 : 0;
-  params.sinks = sinks_arg(p);
   if (score_of(p) != 0) {
     params.more = score_more(p, range.first, c.rows.order, c.cols.order);
     params.more.tops = tops;
@@ -87,6 +86,7 @@ std::optional<ScoredForwardParams> forward_operands(const Problem& p, std::int64
   params.head0 = static_cast<int>(first);
   params.scale = static_cast<float>(p.scale * 1.4426950408889634);
   params.value_depth = static_cast<int>(p.value_depth);
+  params.sinks = sinks_arg(p);
   return params;
 }
 

@@ -272,7 +272,7 @@ __device__ __forceinline__ void join_sink(const ForwardParams& p, int head, Done
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float most = fmaxf(sink, rows.lse[h]);
-    if (most != -infinity()) {
+    if (sink != -infinity() || rows.lse[h] != -infinity()) {  // else there is no score
       const float a = exp2_fast(rows.lse[h] - most), sum = a + exp2_fast(sink - most);
       rows.lse[h] = most + log2_fast(sum);
       rows.share[h] *= a * reciprocal(sum);

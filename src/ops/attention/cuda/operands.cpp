@@ -111,6 +111,11 @@ BiasType number_type(DType dtype) {
   return dtype == DType::f16 ? BiasType::f16 : dtype == DType::bf16 ? BiasType::bf16 : BiasType::f32;
 }
 
+bool scored(const Problem& p) {
+  return p.dtype == DType::f32 || p.softcap > 0 || p.bias.data != nullptr || p.slopes.data != nullptr ||
+         p.dropout.rate > 0 || !(p.scale > 0);
+}
+
 StatsParams stats_params(const BackwardProblem& b) {
   const Problem& p = b.forward;
   StatsParams params{};
@@ -139,13 +144,25 @@ void launch_statistics(const BackwardProblem& b, bool scored, void* stats, const
 
 // ---------------------------------------------------------------------------------------------------- sinks
 
-SinksArg sinks_arg(const Problem& p) { return {p.sinks.data, p.sinks.head, number_type(p.sinks.dtype)}; }
+SinksArg sinks_arg(const Problem& p) { return {p.sinks.data, p.sinks.head, p.sinks.row, number_type(p.sinks.dtype)}; }
 
 void begin_with_sinks(const Problem& p, RowSum* sums, const Operand& lse, float unit, Context& context) {
   const SinkParams params{
       sinks_arg(p), sums, output_arg(lse), unit, p.rows, p.batch * p.heads * p.rows, static_cast<int>(p.heads)};
   get_kernel(sinks_spec(), context.device.index)
       .launch(ceil_div(params.all_rows, 256), 256, 0, &params, context.stream);
+}
+
+std::size_t sums_bytes(const Problem& p) {
+  return static_cast<std::size_t>(p.batch * p.heads * p.rows) * sizeof(RowSum);
+}
+
+void begin_sums(const Problem& p, RowSum* sums, const Operand& lse, Context& context) {
+  if (p.sinks.data != nullptr) {
+    begin_with_sinks(p, sums, lse, scored(p) ? 1.0f : 1.4426950408889634f, context);
+  } else {
+    fretwork::cuda::fill_zero(sums, sums_bytes(p), context.stream);
+  }
 }
 
 void add_up(const CopyParams& sum, DType to, int warps, Context& context) {

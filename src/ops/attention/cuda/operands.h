@@ -74,6 +74,10 @@ OutputArg output_arg(const Operand& out);
 
 BiasType number_type(DType dtype);
 
+/// Whether the portable kernels do more than a positive scale to scores, as all do in float. Then statistics are
+/// ScoreStats.
+bool scored(const Problem& problem);
+
 /// What both families ask of a row's statistics; where those go is told by them.
 StatsParams stats_params(const BackwardProblem& problem);
 /// Statistics for the portable kernels: ScoreStats if `scored`, with the sums of rows with a large lse or null.
@@ -85,6 +89,10 @@ SinksArg sinks_arg(const Problem& problem);
 /// Has rows begin with their sinks alone: (top, sum) of each (batch, head, query), tops times `unit`, and lse unless it
 /// is absent.
 void begin_with_sinks(const Problem& problem, RowSum* sums, const Operand& lse, float unit, Context& context);
+/// Of (top, sum) of all rows.
+std::size_t sums_bytes(const Problem& problem);
+/// What rows of the portable kernels have before their first component: nothing, or a sink. Of lse the latter alone.
+void begin_sums(const Problem& problem, RowSum* sums, const Operand& lse, Context& context);
 /// Adds up the terms of the gradient that statistics left, each head's in the order of batch elements and rows.
 void add_up_sinks(const BackwardProblem& problem, Context& context);
 /// Sums over the third dimension, in CTAs of so many warps, or by a thread each if they are short.

@@ -95,7 +95,7 @@ struct ScoreArg {
 /// A score for each query head that joins the sum of its rows and has no value. Absent when data is null.
 struct SinksArg {
   const void* data;
-  long long head;
+  long long head, row;  ///< row: where heads are rows
   BiasType type;
 };
 
@@ -128,8 +128,9 @@ struct ForwardParams {
   RowSum* sums;      ///< of each (batch, head, query): what components hand on. Null where there is only one
   int queries;
   int depth, value_depth;
-  bool merge;  ///< o and sums hold what the components before gave
-  bool again;  ///< lse is given: of rows where it is large, sums are written and nothing else is
+  bool merge;      ///< o and sums hold what the components before gave
+  bool again;      ///< lse is given: of rows where it is large, sums are written and nothing else is
+  SinksArg sinks;  ///< which join where `merge` is false
 };
 
 /// Rows are queries, and the first gradient is theirs; or keys, and the gradients are the keys' and the values'.

@@ -98,19 +98,11 @@ int depth_for(const int (&depths)[N], std::int64_t depth) {
   return *found;
 }
 
-/// Whether more than a positive scale is done to scores.
-bool has_extras(const Problem& p) {
-  return p.softcap > 0 || p.bias.data != nullptr || p.slopes.data != nullptr || p.dropout.rate > 0 || !(p.scale > 0);
-}
-
-/// Whether the kernels' statistics are ScoreStats: in float they all do more than a scale.
-bool scored(const Problem& p) { return p.dtype == DType::f32 || has_extras(p); }
-
 KernelConfig config_for(Pass pass, const Problem& p, const Context& context) {
   const std::int64_t deepest = std::max(p.depth, p.value_depth);
   const bool simple = p.dtype == DType::f32;
   KernelConfig config{pass, p.dtype, simple ? depth_for(kSimpleDepths, deepest) : depth_for(kDepths, deepest),
-                      simple || has_extras(p), simple && context.precision == Precision::tf32};
+                      scored(p), simple && context.precision == Precision::tf32};
   if (config.shape().shared_bytes > driver::device_info(context.device.index).shared_per_block - kTables) {
     config.tf32 = false;  // exact, which needs less
   }
@@ -246,19 +238,6 @@ ForwardParams forward_params(const Problem& p, const Input& q, const Input& k, c
   params.depth = static_cast<int>(p.depth);
   params.value_depth = static_cast<int>(p.value_depth);
   return params;
-}
-
-std::size_t sums_bytes(const Problem& p) {
-  return static_cast<std::size_t>(p.batch * p.heads * p.rows) * sizeof(RowSum);
-}
-
-/// What rows have before their first component: nothing, or a sink. Of lse the latter alone.
-void begin_sums(const Problem& p, RowSum* sums, const Operand& lse, Context& context) {
-  if (p.sinks.data != nullptr) {
-    begin_with_sinks(p, sums, lse, scored(p) ? 1.0f : 1.4426950408889634f, context);
-  } else {
-    driver::fill_zero(sums, sums_bytes(p), context.stream);
-  }
 }
 
 /// `merge`: results hold something before the first component.

@@ -11,7 +11,6 @@ namespace fretwork {
 /// two: few tiles rescale what is summed, and no probability exceeds 2⁸.
 template <typename Score>
 inline constexpr float kSlack = 8.0f / Score::kLevelLog2;
-inline constexpr float kLargest = 3.4028235e38f;
 
 /// Params have the plan's type; tiles have up to Rows queries.
 template <typename T, int Depth, bool Extras, typename Params = attention_op::ForwardParams, int Rows = 128>

@@ -7,8 +7,8 @@
 
 namespace fretwork::attention_op {
 
-__device__ __forceinline__ float sink_of(const SinksArg& sinks, int head) {
-  const i64 at = head * sinks.head;
+__device__ __forceinline__ float sink_of(const SinksArg& sinks, int head, int row = 0) {
+  const i64 at = head * sinks.head + row * sinks.row;
   return sinks.type == BiasType::f32   ? static_cast<const float*>(sinks.data)[at]
          : sinks.type == BiasType::f16 ? widen(static_cast<const f16*>(sinks.data)[at])
                                        : widen(static_cast<const bf16*>(sinks.data)[at]);

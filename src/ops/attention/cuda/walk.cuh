@@ -10,6 +10,7 @@
 #include "device/tile.cuh"
 #include "device/types.cuh"
 #include "ops/attention/cuda/params.h"
+#include "ops/attention/cuda/sinks.cuh"
 
 namespace fretwork {
 
@@ -504,7 +505,9 @@ __device__ __forceinline__ bool is_done(const attention_op::ForwardParams& p, co
   return __syncthreads_or(any ? 1 : 0) == 0;
 }
 
-/// How a row's result joins what the components before gave it.
+inline constexpr float kLargest = 3.4028235e38f;
+
+/// How a row's result joins what the components before gave it, or a sink.
 struct Merge {
   bool writes;                       ///< false: the row has nothing new, or is not there
   float before = 0.0f, here = 0.0f;  ///< share of the old result, and what the new sum of values is multiplied by
@@ -526,19 +529,23 @@ struct Merge {
       writes = is_large(*lse_at);
       lse_at = nullptr;
     }
+    RowSum old{0.0f, 0.0f};
     if (writes && p.merge) {
-      const RowSum old = *sum_at;
+      old = *sum_at;
       writes = mine.sum != 0.0f;
-      if (writes && old.sum != 0.0f) {
-        all.top = fmaxf(old.top, mine.top);
-        before = old.sum * exp2_fast((old.top - all.top) * Score::kLevelLog2);
-        here = exp2_fast((mine.top - all.top) * Score::kLevelLog2);
-        all.sum = before + mine.sum * here;
-        before /= all.sum;
-        here /= all.sum;
-      }
+    } else if (writes && p.sinks.data != nullptr) {
+      old = attention_op::sink_sum(attention_op::sink_of(p.sinks, item.head, token));
+      old.top /= Score::kLevel;
+      old.top = old.top < -kLargest ? -kLargest : old.top;  // a NaN stays
     }
-    if (before == 0.0f && here == 0.0f && mine.sum != 0.0f) {  // the only one
+    if (writes && old.sum != 0.0f) {
+      all.top = fmaxf(old.top, mine.top);
+      before = old.sum * exp2_fast((old.top - all.top) * Score::kLevelLog2);
+      here = exp2_fast((mine.top - all.top) * Score::kLevelLog2);
+      all.sum = before + mine.sum * here;
+      before = p.merge ? before / all.sum : 0.0f;  // a sink has no value
+      here /= all.sum;
+    } else if (mine.sum != 0.0f) {  // the only one
       here = 1.0f / mine.sum;
     }
     if (all.sum != 0.0f) {

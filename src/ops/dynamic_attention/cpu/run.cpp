@@ -8,6 +8,7 @@
 #include <unordered_map>
 
 #include "core/divide.h"
+#include "core/element.h"
 #include "ops/attention/cpu/strips.h"
 #include "ops/dynamic_attention/problem.h"
 
@@ -410,10 +411,28 @@ std::vector<PlanPtr> plans_of(const Problem& p, bool transposed, Context& contex
   return plans;
 }
 
+/// Rows outside of all documents have no sink.
+void clear_outside(const Problem& problem) {
+  const attention_op::Problem& p = problem.attention;
+  const auto start = [&](std::int64_t n) {
+    return std::clamp<std::int64_t>(problem.keys.cu_q.number(n, 0, 0, 0), 0, p.rows);
+  };
+  const std::int64_t first = start(0), last = start(problem.keys.documents);
+  for (std::int64_t row = 0; row < p.rows; ++row) {
+    for (std::int64_t head = 0; head < p.heads && (row < first || row >= last); ++head) {
+      write_element(p.lse.data, p.dtype == DType::f64 ? DType::f64 : DType::f32, head * p.lse.head + row * p.lse.row,
+                    -std::numeric_limits<double>::infinity());
+    }
+  }
+}
+
 }  // namespace
 
 void forward(const Problem& problem, Context& context) {
   attention_op::cpu::forward(problem.attention, plans_of(problem, false, context), context);
+  if (problem.attention.sinks.data != nullptr && problem.keys.form == Form::documents) {
+    clear_outside(problem);
+  }
 }
 
 void backward(const BackwardProblem& problem, Context& context) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "fretwork/error.h"
+#include "ops/attention/cuda/operands.h"
 #include "runtime/cuda_driver.h"
 
 namespace fretwork::dynamic_attention_op {
@@ -121,10 +122,6 @@ int depth_for(const int (&depths)[N], std::int64_t depth) {
   return *found;
 }
 
-bool has_extras(const attention_op::Problem& p) {
-  return p.softcap > 0 || p.bias.data != nullptr || p.slopes.data != nullptr || p.dropout.rate > 0 || !(p.scale > 0);
-}
-
 }  // namespace
 
 const Kernel& Config::kernel(int device) const {
@@ -138,11 +135,9 @@ const Kernel& Config::kernel(int device) const {
 
 int simple_depth(std::int64_t depth) { return depth_for(kSimpleDepths, depth); }
 
-bool scored(const attention_op::Problem& p) { return p.dtype == DType::f32 || has_extras(p); }
-
 Config config_for(Pass pass, const attention_op::Problem& p, std::int64_t rows, const Context& context) {
   const std::int64_t deepest = std::max(p.depth, p.value_depth);
-  const bool simple = p.dtype == DType::f32, extras = simple || has_extras(p);
+  const bool simple = p.dtype == DType::f32, extras = attention_op::scored(p);
   const int depth = simple ? depth_for(kSimpleDepths, deepest) : depth_for(kDepths, deepest);
   const std::vector<int> choices = row_choices(depth, extras);
   const auto found = std::ranges::find_if(choices, [&](int choice) { return choice >= rows; });

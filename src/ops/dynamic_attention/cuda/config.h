@@ -44,7 +44,4 @@ struct BiasKernel {
 /// The depth of a kernel in float.
 int simple_depth(std::int64_t depth);
 
-/// Whether the kernels' statistics are ScoreStats: in float they all do more than a scale.
-bool scored(const attention_op::Problem& problem);
-
 }  // namespace fretwork::dynamic_attention_op

@@ -30,14 +30,17 @@ namespace {
 
 namespace driver = fretwork::cuda;
 using namespace attention_op::portable;  // NOLINT: score_arg, fill_zeros
+using attention_op::begin_sums;
 using attention_op::Input;
 using attention_op::InputArg;
 using attention_op::KernelShape;
 using attention_op::Operand;
 using attention_op::RowStats;
 using attention_op::RowSum;
+using attention_op::scored;
 using attention_op::ScoreStats;
 using attention_op::Sizes;
+using attention_op::sums_bytes;
 
 // ---------------------------------------------------------------------------------------------------- walks
 
@@ -233,6 +236,8 @@ attention_op::Problem heads_as_rows(const attention_op::Problem& p, std::int64_t
   turned.k = moved(p.k, b, p.dtype);
   turned.v = moved(p.v, b, p.dtype);
   turned.k.batch = turned.v.batch = 0;
+  turned.sinks.row = p.sinks.head;
+  turned.sinks.head = p.sinks.head * group;
   return turned;
 }
 attention_op::BackwardProblem heads_as_rows(const attention_op::BackwardProblem& problem, std::int64_t b) {
@@ -246,6 +251,7 @@ attention_op::BackwardProblem heads_as_rows(const attention_op::BackwardProblem&
   turned.d_o = turn(problem.d_o, problem.forward.dtype);
   turned.d_q = turn(problem.d_q, problem.forward.dtype);
   turned.d_lse = turn(problem.d_lse, DType::f32);
+  turned.sink_terms = {};  // made of the problem as it was
   return turned;
 }
 
@@ -272,6 +278,7 @@ attention_op::ForwardParams forward_params(const attention_op::Problem& p, const
   params.k = k;
   params.v = v;
   params.lse = attention_op::output_arg(p.lse, DType::f32);
+  params.sinks = attention_op::sinks_arg(p);
   params.queries = static_cast<int>(p.rows);
   params.depth = static_cast<int>(p.depth);
   params.value_depth = static_cast<int>(p.value_depth);
@@ -388,9 +395,6 @@ struct Given {
         stats(problem, find_sums(context), wide, context) {}
 
  private:
-  static std::size_t sums_bytes(const attention_op::Problem& p) {
-    return static_cast<std::size_t>(p.batch * p.heads * p.rows) * sizeof(RowSum);
-  }
   /// Where a log-sum-exp may be much larger than a product with the scale is.
   static bool may_be_large(const attention_op::Problem& p) {
     return p.bias.data != nullptr || p.slopes.data != nullptr;
@@ -401,7 +405,7 @@ struct Given {
       return nullptr;
     }
     const attention_op::Problem& p = forward.attention;
-    driver::fill_zero(sums.data(), sums_bytes(p), context.stream);
+    begin_sums(p, static_cast<RowSum*>(sums.data()), {}, context);
     const Config config = config_for(Pass::forward, p, walks.most_rows(false), context);
     attention_op::ForwardParams params = forward_params(p, in.q.arg(), in.k.arg(), in.v.arg());
     params.sums = static_cast<RowSum*>(sums.data());
@@ -508,7 +512,7 @@ void run_backward(const BackwardProblem& problem, Context& context) {
   if (apart && b.d_q.data != nullptr) {
     selected_query_gradient(b, walks, context);
   }
-  if (apart && !keys) {
+  if (apart && !keys && b.sink_terms.data == nullptr) {
     return;
   }
   const Given given(problem, forward, walks, selected && !apart && attention_op::hopper::fits(b, context), context);
@@ -523,6 +527,17 @@ void run_backward(const BackwardProblem& problem, Context& context) {
   if (b.d_bias.data != nullptr) {
     bias_gradient(given, context);
   }
+}
+
+/// Without keys: −∞, or the sinks.
+void fill_statistics(const attention_op::Problem& p, Context& context) {
+  if (p.sinks.data != nullptr) {
+    const Workspace sums(context, sums_bytes(p));
+    begin_sums(p, static_cast<RowSum*>(sums.data()), p.lse, context);
+    return;
+  }
+  attention_op::fill(p.lse, {p.batch, p.heads, p.rows, 1}, DType::f32, -std::numeric_limits<float>::infinity(),
+                     context);
 }
 
 void check(const Problem& problem) {
@@ -546,12 +561,12 @@ void forward(const Problem& problem, Context& context) {
   const attention_op::Problem& p = problem.attention;
   if (p.cols == 0) {
     attention_op::fill(p.o, {p.batch, p.heads, p.rows, p.value_depth}, p.dtype, 0.0f, context);
-    attention_op::fill(p.lse, {p.batch, p.heads, p.rows, 1}, DType::f32, -std::numeric_limits<float>::infinity(),
-                       context);
-    return;
-  }
-  if (!hopper::forward(problem, context)) {
+    fill_statistics(p, context);
+  } else if (!hopper::forward(problem, context)) {
     run_forward(problem, context);
+  }
+  if (p.sinks.data != nullptr && problem.keys.form == Form::documents) {
+    clear_outside(problem, context);
   }
 }
 
@@ -559,12 +574,22 @@ void backward(const BackwardProblem& problem, Context& context) {
   check({problem.attention.forward, problem.keys});
   const fretwork::cuda::DeviceScope scope(context.device.index);
   const attention_op::Problem& p = problem.attention.forward;
+  const bool sinks = problem.attention.d_sinks.data != nullptr;
+  const Workspace terms(context, sinks ? static_cast<std::size_t>(p.batch * p.heads * p.rows) * sizeof(float) : 0);
+  BackwardProblem all = problem;
+  if (sinks) {
+    all.attention.sink_terms = {terms.data(), p.rows, p.batch * p.rows, 1, 0};
+  }
   if (p.batch * p.heads * p.rows * p.cols == 0) {
     fill_zeros(problem.attention, context);
-    return;
+    if (sinks) {
+      sink_terms(all.attention, context);
+    }
+  } else if (!hopper::backward(all, context)) {
+    run_backward(all, context);
   }
-  if (!hopper::backward(problem, context)) {
-    run_backward(problem, context);
+  if (sinks) {
+    attention_op::add_up_sinks(all.attention, context);
   }
 }
 

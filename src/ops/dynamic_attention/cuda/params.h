@@ -118,6 +118,12 @@ struct Documents {
   int left, right;  ///< −1: no bound
 };
 
+/// Rows outside of all documents have no sink: their lse is −∞.
+struct OutsideParams : Documents {
+  attention_op::OutputArg lse;
+  int heads;
+};
+
 /// Documents as row tiles: where those of each begin, then tiles and intervals.
 struct DocumentParams : Documents {
   int side, capacity;

@@ -94,6 +94,7 @@ struct SelectedParams {
   Map k, v;  ///< (column, key, key head, batch), boxes of 64 columns and as many keys as a kernel multiplies at once
   attention_op::InputArg q, d_o;
   attention_op::OutputArg out, lse;      ///< out: the result, or the gradient of q
+  attention_op::SinksArg sinks;          ///< of the forward pass
   const attention_op::RowStats* stats;   ///< of gradients: of each (batch, query head, query)
   const unsigned* words;                 ///< bits of (batch, key head, query): words_row each
   const IntervalArg* intervals;          ///< keys that a query may see at all

@@ -157,6 +157,17 @@ __device__ __forceinline__ dynamic_attention_op::IntervalArg interval_of(const d
                      : dynamic_attention_op::IntervalArg{0, 0};
 }
 
+/// A thread for each row of each head.
+__global__ void __launch_bounds__(dynamic_attention_op::kThreads)
+    clear_outside(const __grid_constant__ dynamic_attention_op::OutsideParams p) {
+  const i64 index = static_cast<i64>(blockIdx.x) * dynamic_attention_op::kThreads + threadIdx.x;
+  const int head = static_cast<int>(index / p.rows), row = static_cast<int>(index - static_cast<i64>(head) * p.rows);
+  const int first = document_of(p, 0).rows, last = document_of(p, p.documents + 1).row;
+  if (head < p.heads && (row < first || row >= last)) {
+    static_cast<float*>(p.lse.data)[head * p.lse.head + row * p.lse.row] = -infinity();
+  }
+}
+
 /// Where the row tiles of each document begin: one CTA.
 __global__ void __launch_bounds__(dynamic_attention_op::kScanThreads)
     scan_documents(const __grid_constant__ dynamic_attention_op::DocumentParams p) {

@@ -101,6 +101,7 @@ void selected_forward(const Problem& problem, Context& context) {
   params.q = q.arg();
   params.out = attention_op::output_arg(p.o, p.dtype);
   params.lse = attention_op::output_arg(p.lse, DType::f32);
+  params.sinks = attention_op::sinks_arg(p);
   launch(p, problem.keys, bits, false, params, context);
 }
 

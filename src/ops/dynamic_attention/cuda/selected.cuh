@@ -6,6 +6,7 @@
 
 #include "device/pipeline.cuh"
 #include "ops/attention/cuda/products.cuh"
+#include "ops/attention/cuda/sinks.cuh"
 #include "ops/dynamic_attention/cuda/params_hopper.cuh"
 
 namespace fretwork::dynamic_attention_op::hopper {
@@ -377,6 +378,16 @@ struct Selected {
     });
   }
 
+  /// One more score joins a row; `share` is what the others' sum is multiplied by. −∞ is no score.
+  static __device__ __forceinline__ void join_sink(float sink, float& level, float& sum, float& share) {
+    if (sink == -infinity()) {
+      return;
+    }
+    const float most = fmaxf(level, sink);
+    share = exp2_fast(level - most);
+    sum = sum * share + exp2_fast(sink - most);
+    level = most;
+  }
   __device__ __forceinline__ void finish(const Sums& sums, const State& state, const Tile& tile, const Rows& rows,
                                          u32 own) const {
     float factor[2] = {p.scale, p.scale};
@@ -384,13 +395,16 @@ struct Selected {
       const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float sum = reduce_lanes<4>(state.sum[half], take_sum{});
-        factor[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
+        float sum = reduce_lanes<4>(state.sum[half], take_sum{}), level = state.level[half], share = 1.0f;
         const int row = lane / 4 + 8 * half;
+        if (p.sinks.data != nullptr && row < rows.count) {
+          join_sink(attention_op::sink_of(p.sinks, rows.first + row) * kLog2e, level, sum, share);
+        }
+        factor[half] = sum == 0.0f ? 0.0f : share / sum;
         if (lane % 4 == 0 && row < rows.count && p.lse.data != nullptr) {
           static_cast<float*>(p.lse.data)[tile.batch * p.lse.batch + (rows.first + row) * p.lse.head +
                                           static_cast<i64>(rows.query) * p.lse.row] =
-              sum == 0.0f ? -infinity() : (state.level[half] + log2f(sum)) * kLn2;
+              sum == 0.0f ? -infinity() : (level + log2f(sum)) * kLn2;
         }
       }
     }

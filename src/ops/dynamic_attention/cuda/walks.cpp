@@ -18,8 +18,8 @@ namespace driver = fretwork::cuda;
 
 constexpr const char* kSource = "ops/dynamic_attention/cuda/prepare.cuh";
 constexpr int kRowsBeyond = 128;  // of intervals, so that a tile reads whole ones
-constexpr const char* kKernels[] = {"write_bits",   "transpose_bits", "count_tokens",   "scan_tokens",
-                                    "write_tokens", "scan_documents", "write_documents"};
+constexpr const char* kKernels[] = {"write_bits",   "transpose_bits", "count_tokens",    "scan_tokens",
+                                    "write_tokens", "scan_documents", "write_documents", "clear_outside"};
 
 KernelSpec spec(const char* name) { return {kSource, std::string("fretwork::") + name}; }
 
@@ -270,6 +270,15 @@ DocumentTiles::DocumentTiles(const Problem& problem, int side, bool transposed, 
   launch("scan_documents", 1, kScanThreads, params, context);
   launch("write_documents", ceil_div(std::max<std::int64_t>(count_, params.rows + kRowsBeyond), kThreads), kThreads,
          params, context);
+}
+
+void clear_outside(const Problem& problem, Context& context) {
+  const attention_op::Problem& p = problem.attention;
+  OutsideParams params{};
+  static_cast<Documents&>(params) = documents_of(problem, false);
+  params.lse = attention_op::output_arg(p.lse, DType::f32);
+  params.heads = static_cast<int>(p.heads);
+  launch("clear_outside", ceil_div(p.heads * p.rows, kThreads), kThreads, params, context);
 }
 
 void DocumentTiles::set(WalkArg& walk) const {

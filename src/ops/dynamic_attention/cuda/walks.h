@@ -67,6 +67,9 @@ class QueryLists {
 /// Documents as kernels see them. `transposed`: rows are keys.
 Documents documents_of(const Problem& problem, bool transposed);
 
+/// After the forward pass with sinks: rows outside of all documents have none.
+void clear_outside(const Problem& problem, Context& context);
+
 /// Documents as row tiles of `side` rows.
 class DocumentTiles {
  public:

@@ -149,7 +149,7 @@ def _rounds(plans: Sequence[Plan], distance: int, keys: int) -> Iterable[Round]:
 
 
 def _of_like_size(sizes: dict[int, int]) -> list[list[int]]:
-    """Groups in which none is smaller than half of the largest, so that padding is less than what is needed."""
+    """Groups in which none is smaller than half of the largest, so that padding is at most what is needed."""
     groups: list[list[int]] = []
     for sender in sorted(sizes, key=lambda sender: -sizes[sender]):
         if groups and 2 * sizes[sender] >= sizes[groups[-1][0]]:

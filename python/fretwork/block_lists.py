@@ -10,7 +10,7 @@ from torch import Tensor
 from fretwork._checks import flag, refuse, whole_number
 from fretwork._shapes import check_sides, check_top_k
 from fretwork._torch.arguments import check_tensor, dtype_name
-from fretwork._torch.select_blocks import select_blocks_op
+from fretwork._torch.select_blocks import selected_blocks
 
 __all__ = ["BlockLists", "select_blocks"]
 
@@ -85,7 +85,7 @@ def select_blocks(
     top_k, first, last = (_number(op, name, n) for name, n in (("top_k", top_k), ("first", first), ("last", last)))
     check_top_k(op, top_k)
     causal = flag(op, "causal", causal)
-    return BlockLists(*select_blocks_op(q.detach(), k.detach(), top_k, *sides, causal, first, last))
+    return BlockLists(*selected_blocks(q.detach(), k.detach(), top_k, *sides, causal, first, last))
 
 
 def _number(op: str, argument: str, value: Any) -> int:

@@ -631,6 +631,23 @@ def test_bounds_of_lengths_are_no_part_of_a_program(device):
     assert len(made) == 1
 
 
+def test_the_number_of_blocks_is_no_part_of_a_program(device):
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def call(q, k, v, top_k):
+        lists = fw.select_blocks(q, k, top_k, block=16)
+        return fw.attention(q, k, v, blocks=lists, block=16)
+
+    compiled = torch.compile(call, backend=counter, dynamic=True, fullgraph=True)
+    q, k, v = make(device, torch.float32, (150, 150), 1)
+    made = set()
+    for top_k in (3, 7, 5, 9):
+        torch.testing.assert_close(compiled(q, k, v, top_k), call(q, k, v, top_k))
+        made.add(counter.frame_count)
+    assert len(made) == 1
+
+
 def test_packed_shapes_are_named_as_they_were_given(device):
     starts = torch.tensor([0, 20, 40], device=device)
     shapes = {

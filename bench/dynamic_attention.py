@@ -8,7 +8,8 @@ TFLOP/s count the scores that are there, two products forward and five backward.
 made before the clock starts; the work on them is in the times. Selections stand beside dense causal attention by cuDNN,
 documents beside torch's varlen_attn and compiled FlexAttention, with its mask kept or made in each call (`both`: a
 forward and a backward pass).
-`walk` sums up the kernels that write walks, `host` is the host's time of a small call in inference mode.
+`sinks` compares calls with and without them, `select` times `select_blocks`, `walk` sums up the kernels that write
+walks, `host` is the host's time of a small call in inference mode.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import fretwork as fw
 from rows import machine
 from timing import Call, medians, turns
 
-PARTS = {"cuda": "blocks,selected,varlen,walk,host", "cpu": "masked"}
+PARTS = {"cuda": "blocks,selected,varlen,sinks,select,walk,host", "cpu": "masked"}
 Case = tuple[str, list[Tensor], float, dict[str, Callable[..., Tensor]]]
 
 
@@ -60,14 +61,15 @@ def blocks(device: torch.device, seq: int, depth: int) -> Iterator[Case]:
         mask = torch.rand(1, 16, seq // side, seq // side, device=device) < density
         scores = mask.sum().item() * side * side
         call = partial(fw.attention, blocks=mask, block=side)
-        yield f"blocks of {side}, density {density}", inputs, scores, {"fretwork": call}
+        name = f"16 heads, S = {seq}, D = {depth}, blocks of {side}, density {density}"
+        yield name, inputs, scores, {"fretwork": call}
     heads, side, top, tokens = 7, 64, 64, 64 * 1713
     inputs = operands(device, *((1, heads, tokens, depth),) * 3)
     chosen = torch.rand(1, heads, tokens // side, tokens // side, device=device).topk(top).indices.int()
     lists = fw.BlockLists(torch.full(chosen.shape[:3], top, dtype=torch.int32, device=device), chosen.sort(-1).values)
     call = partial(fw.attention, blocks=lists, block=side)
     yield (
-        f"{top} of {tokens // side} blocks of {side}, {heads} heads",
+        f"S = {tokens}, D = {depth}, {top} of {tokens // side} blocks of {side}, {heads} heads",
         inputs,
         chosen.numel() * side**2,
         {"fretwork": call},
@@ -97,7 +99,8 @@ def selected(device: torch.device, seq: int, depth: int) -> Iterator[Case]:
         }
         if heads > kv_heads:
             peers["cudnn, dense"] = cudnn
-        yield f"{top} selected blocks of {side}, {heads} heads on {kv_heads}, S = {tokens}", inputs, scores, peers
+        name = f"D = {depth}, {top} selected blocks of {side}, {heads} heads on {kv_heads}, S = {tokens}"
+        yield name, inputs, scores, peers
 
 
 def torch_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, most: int) -> Tensor:
@@ -151,7 +154,48 @@ def varlen(device: torch.device, seq: int, depth: int) -> Iterator[Case]:
             peers["flex, mask made"] = Flex(starts, tokens)
             peers["flex, compiled mask made"] = Flex(starts, tokens, compiled=True)
         span = f"{min(lengths)} to {max(lengths)}" if lengths is mixed_lengths else f"the first of {lengths[0]}"
-        yield f"{len(lengths)} documents, {span}, causal", inputs, scores, peers
+        yield f"16 heads, D = {depth}, {len(lengths)} documents, {span}, causal", inputs, scores, peers
+
+
+def sinks(device: torch.device, seq: int, depth: int) -> Iterator[Case]:
+    """Calls with learned sinks beside the same without."""
+    per_head, few = ((1, 16, seq, depth),) * 3, (1, 2, seq, depth)
+    starts = torch.arange(0, seq + 1, 1024, dtype=torch.int32, device=device)
+    chosen = (torch.rand(1, 2, seq, 16, device=device) * (torch.arange(seq, device=device)[:, None] // 64 + 1)).int()
+    chosen = chosen.sort(-1).values
+    chosen[..., 1:][chosen.diff(dim=-1) == 0] = -1
+    calls: list[tuple[str, tuple[tuple[int, ...], ...], Callable[..., Tensor]]] = [
+        (f"16 heads, S = {seq}, D = {depth}, {name}", per_head, partial(fw.attention, pattern=pattern))
+        for name, pattern in {
+            "causal": fw.patterns.causal(seq),
+            "window ±512": fw.patterns.sliding_window(seq, 512, 512),
+            "strided 128": fw.patterns.strided(seq, 128),
+        }.items()
+    ]
+    for side in (128, 64):
+        mask = torch.rand(1, 16, seq // side, seq // side, device=device) < 0.1
+        name = f"16 heads, S = {seq}, D = {depth}, blocks of {side}, density 0.1, sinks"
+        calls.append((name, per_head, partial(fw.attention, blocks=mask, block=side)))
+    name = f"D = {depth}, up to 16 selected blocks of 64, 32 heads on 2, S = {seq}, sinks"
+    calls.append((name, ((1, 32, seq, depth), few, few), partial(fw.selected_attention, indices=chosen)))
+    name = f"16 heads, D = {depth}, {seq // 1024} documents of 1024, causal, sinks"
+    calls.append((name, ((seq, 16, depth),) * 3, partial(fw.varlen_attention, cu_q=starts, causal=True)))
+    for name, shapes, call in calls:
+        inputs = operands(device, *shapes, (shapes[0][1],))  # heads are the second dimension, packed or not
+        peers: dict[str, Callable[..., Tensor]] = {
+            "with sinks": lambda q, k, v, s, call=call: call(q, k, v, sinks=s),
+            "without": lambda q, k, v, s, call=call: call(q, k, v),
+        }
+        yield name, inputs, 0, peers
+
+
+def select(device: torch.device, seq: int, depth: int) -> Iterator[dict[str, object]]:
+    """Choosing key blocks."""
+    q, k = operands(device, (1, 16, seq, depth), (1, 2, seq, depth))
+    for side, top in ((64, 16), (128, 32)):
+        us = 1e3 * medians({"select": partial(fw.select_blocks, q, k, top, side)}, device)["select"]
+        case = f"select_blocks: {top} of {seq // side} blocks of {side}, 16 heads on 2, S = {seq}, D = {depth}"
+        yield {**machine(device), "case": case, "pass": "forward", "peer": "fretwork", "us": round(us, 1)}
 
 
 def walk(device: torch.device, seq: int, depth: int) -> Iterator[dict[str, object]]:
@@ -170,7 +214,7 @@ def walk(device: torch.device, seq: int, depth: int) -> Iterator[dict[str, objec
                 call()
             torch.cuda.synchronize()
         us = sum(e.device_time_total for e in profiled.key_averages() if any(name in e.key for name in writers)) / 10
-        case = f"walks of blocks of {side}, density 0.1"
+        case = f"16 heads, S = {seq}, walks of blocks of {side}, density 0.1"
         yield {**machine(device), "case": case, "pass": "both", "peer": "fretwork", "us": round(us, 1)}
 
 
@@ -201,7 +245,13 @@ def host(device: torch.device, _seq: int, _depth: int) -> Iterator[dict[str, obj
                 torch.cuda.synchronize()
     for name, us in best.items():
         peer = "torch" if "torch" in name else "fretwork"
-        yield {**machine(device), "case": f"host: {name}", "pass": "forward", "peer": peer, "us": round(us, 1)}
+        yield {
+            **machine(device),
+            "case": f"host: {name}, inference mode, 256 tokens, D = 64",
+            "pass": "forward",
+            "peer": peer,
+            "us": round(us, 1),
+        }
 
 
 def times(calls: dict[str, Call], device: torch.device) -> dict[str, float]:
@@ -215,10 +265,11 @@ def times(calls: dict[str, Call], device: torch.device) -> dict[str, float]:
 def measure(case: Case, device: torch.device, depth: int) -> Iterator[dict[str, object]]:
     name, inputs, scores, peers = case
     results = {peer: call(*inputs) for peer, call in peers.items()}
-    weight = torch.randn_like(results["fretwork"])
+    weight = torch.randn_like(next(iter(results.values())))
     forward: dict[str, Callable[[], object]] = {peer: partial(call, *inputs) for peer, call in peers.items()}
     backward: dict[str, Callable[[], object]] = {
-        p: partial(torch.autograd.grad, o, inputs, weight, retain_graph=True) for p, o in results.items()
+        p: partial(torch.autograd.grad, o, inputs, weight, retain_graph=True, allow_unused=True)
+        for p, o in results.items()
     }
     both: dict[str, Callable[[], object]] = {
         p: lambda call=call: torch.autograd.grad(call(*inputs), inputs, weight)  # type: ignore[misc]
@@ -227,20 +278,20 @@ def measure(case: Case, device: torch.device, depth: int) -> Iterator[dict[str, 
     }
     for which, products, calls in (("forward", 2, forward), ("backward", 5, backward), ("both", 7, both)):
         for peer, ms in times(calls, device).items():
-            rate = 2 * products * depth * scores / ms / 1e9
+            rate = {"tflops": round(2 * products * depth * scores / ms / 1e9, 3)} if scores else {}
             facts = {**machine(device), "dtype": str(inputs[0].dtype).removeprefix("torch.")}
             facts["of"] = "medians" if device.type == "cuda" else "minima"
-            yield {**facts, "case": name, "pass": which, "peer": peer, "ms": round(ms, 4), "tflops": round(rate, 3)}
+            yield {**facts, "case": name, "pass": which, "peer": peer, "ms": round(ms, 4), **rate}
 
 
 def show(row: dict[str, object], threads: str) -> None:
-    measured = f"{row['us']:9} µs" if "us" in row else f"{row['ms']:9} ms {row['tflops']:7} TFLOP/s"
+    measured = f"{row['us']:9} µs" if "us" in row else f"{row['ms']:9} ms {row.get('tflops', ''):7} TFLOP/s"
     print(f"{row['case']:56} {row['pass']:9} {row['peer']:24} {measured} {threads}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", help="of blocks, selected, varlen and masked")
+    parser.add_argument("--parts", help="of blocks, selected, varlen, sinks, select, walk, host and masked")
     parser.add_argument("--seq", type=int, help="16384, on a CPU 2048")
     parser.add_argument("--depth", help="head dims, 128, on a CPU 64,128")
     parser.add_argument("--threads", default="", help="on a CPU 1,2")
@@ -249,15 +300,16 @@ def main() -> None:
     options = parser.parse_args()
     device, rows = torch.device(options.device), []
     on_cpu = device.type == "cpu"
-    parts = {"blocks": blocks, "selected": selected, "varlen": varlen, "masked": masked}
+    parts = {"blocks": blocks, "selected": selected, "varlen": varlen, "masked": masked, "sinks": sinks}
+    others = {"walk": walk, "host": host, "select": select}
     seq, depths = options.seq or (2048 if on_cpu else 16384), options.depth or ("64,128" if on_cpu else "128")
     for threads in (options.threads or ("1,2" if on_cpu else "0")).split(","):
         if int(threads):
             torch.set_num_threads(int(threads))
         for part in (options.parts or PARTS[device.type]).split(","):
             for depth in map(int, depths.split(",")):
-                if part in ("walk", "host"):
-                    found = (walk if part == "walk" else host)(device, seq, depth)
+                if part in others:
+                    found = others[part](device, seq, depth)
                 else:
                     found = (row for case in parts[part](device, seq, depth) for row in measure(case, device, depth))
                 for row in found:

@@ -9,13 +9,26 @@ import torch
 
 def test_a_small_run(monkeypatch, tmp_path):
     file, threads = tmp_path / "rows.json", torch.get_num_threads()
-    options = ["--device", "cpu", "--seq", "128", "--depth", "16", "--threads", "1", "--json", str(file)]
+    options = [
+        "--device",
+        "cpu",
+        "--parts",
+        "masked,sinks",
+        "--seq",
+        "1024",
+        "--depth",
+        "16",
+        "--threads",
+        "1",
+        "--json",
+        str(file),
+    ]
     monkeypatch.setattr(sys, "argv", ["dynamic_attention.py", *options])
     torch.manual_seed(0)
     dynamic_attention.main()
     torch.set_num_threads(threads)
     rows = json.loads(file.read_text())
     assert {(r["pass"], r["peer"]) for r in rows} == {
-        (p, m) for p in ("forward", "backward") for m in ("fretwork", "sdpa")
+        (p, m) for p in ("forward", "backward") for m in ("fretwork", "sdpa", "with sinks", "without")
     }
     assert all(r["threads"] == 1 and r["dtype"] == "float32" and r["ms"] > 0 for r in rows)

@@ -7,10 +7,15 @@ import numpy as np
 import plot_families
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import fretwork as fw
+import fretwork.distributed as fd
 import report_scale
 import scale
 import scale_model
+from fretwork.distributed import _pieces
 from scale_model import LATENCY, NVLINK, Costs, Ranks
 
 
@@ -151,3 +156,18 @@ def test_picture():
     figure = plot_families.scale(pyplot, rows)
     assert [axis.get_title() for axis in figure.axes[:5]] == list(scale_model.FAMILIES)
     pyplot.close(figure)
+
+
+def test_rounds_are_those_of_the_exchange(monkeypatch):
+    """When rounds are posted: one before the rank's own keys, two behind them, and one more with each awaited round."""
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+    try:
+        said = []
+        real = _pieces.attention_op
+        monkeypatch.setattr(_pieces, "attention_op", lambda *a: (said.append("step"), real(*a))[1])
+        monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: said.append("post") or [])
+        q, k, v = torch.randn(3, 1, 1, 128, 16)
+        fd.attention(q, k, v, fw.patterns.causal(8 * 128))
+    finally:
+        dist.destroy_process_group()
+    assert " ".join(said) == "post step post post step post step post step step step"  # five rounds

@@ -52,7 +52,9 @@ def test_what_travels_is_what_is_needed(family, monkeypatch, tmp_path):
             assert ranks.received[rank, (rank - peer) % 16] == needed == ranks.sent[peer, (rank - peer) % 16]
         assert ranks.again[rank] == plan.fetches_again[rank]
         steps = scale_model.as_steps(np.array(scale_model.steps_of(rank, 16, plan.steps)))
-        for all_work, work in zip((ranks.forward, ranks.backward), costs().steps(family, steps), strict=True):
+        for all_work, work in zip(
+            (ranks.forward, ranks.backward), costs().steps(family, steps, ranks.rows), strict=True
+        ):
             assert all_work[rank].sum() == pytest.approx(work.sum())
 
 
@@ -144,8 +146,8 @@ def test_page():
     check = {"part": "check", "family": "causal", "tokens": 1 << 17, "world": 8, "rank": 7, "steps": 8}
     check |= {"measured": {"forward": 2.0, "backward": 5.0}, "predicted": {"forward": 2.1, "backward": 4.0}}
     lines = report_scale.scale_section([*rows, check])
-    assert "| 131,072 | 8 | **251** | 1.25 | 250 | 0.40 | 0.5 | 2.25 | 300 | 4,000 |" in lines
-    assert "| 1,048,576 | 64 | **251** | 1.25 | 250 | 0.40 | 0.5 | 2.25 | – | 4,000 |" in lines
+    assert "| 131,072 | 8 | **251** | 1.25 | 250 | 0.4 | 0.5 | 2.25 | 300 | 4,000 |" in lines
+    assert "| 1,048,576 | 64 | **251** | 1.25 | 250 | 0.4 | 0.5 | 2.25 | – | 4,000 |" in lines
     assert "| causal | 131,072 | 8 | 7 | 8 | 2 | 2.1 | 1.05 | 5 | 4 | 0.80 |" in lines
     assert not any("| 16 |" in line for line in lines)
 

@@ -30,7 +30,8 @@ METHOD = """- **Measured** on one GPU: steps of a rank's plan (attention of some
 """
 
 
-def milliseconds(value: float, fits: bool = True) -> str:
+def figure(value: float, fits: bool = True) -> str:
+    """Three digits, or all before the point."""
     return f"{value:,.0f}" if value >= 100 and fits else f"{value:.3g}" if fits else "–"
 
 
@@ -47,11 +48,11 @@ def pattern_table(rows: list[Row]) -> list[str]:
         if r["world"] not in SHOWN:
             continue
         ms, fits = r["ms"], r["fits"]
-        both = milliseconds(ms["forward"] + ms["backward"], fits["ours"])
+        both = figure(ms["forward"] + ms["backward"], fits["ours"])
         cells = [f"{r['tokens']:,}", str(r["world"]), f"**{both}**" if fits["ours"] else both]
-        cells += [milliseconds(ms[name], fits["ours"]) for name in ("forward", "backward")]
-        cells += [f"{r['efficiency']:.2f}" if fits["ours"] else "–", f"{r['received_gb']:.3g}", f"{r['sent_gb']:.3g}"]
-        cells += [milliseconds(ms[name], fits[name]) for name in ("all_gather", "ring")]
+        cells += [figure(ms[name], fits["ours"]) for name in ("forward", "backward")]
+        cells += [f"{r['efficiency']:.2g}" if fits["ours"] else "–", figure(r["received_gb"]), figure(r["sent_gb"])]
+        cells += [figure(ms[name], fits[name]) for name in ("all_gather", "ring")]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 

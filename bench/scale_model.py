@@ -66,6 +66,10 @@ def shards_of(family: str, tokens: int, world: int) -> fd.Shards:
     return fd.shard(FAMILIES[family](tokens), world)
 
 
+def rank_rows(family: str, tokens: int, world: int) -> Array:
+    return np.array([last - first for first, last in shards_of(family, tokens, world).ranges], np.float64)
+
+
 def rank_plan(family: str, tokens: int, world: int, rank: int) -> Plan:
     """What `fd.attention` computes on a rank, with rows cut by `fd.shard`."""
     shards = shards_of(family, tokens, world)
@@ -184,20 +188,28 @@ class Costs:
         return np.log(sizes), np.log([float(np.median(by_size[n])) for n in sizes])
 
     def best(self, family: str, which: str) -> float:
-        """An element's time in the most efficient of the family's large steps."""
+        """An element's time in the family's most efficient step."""
         steps = [r for (name, _), found in self._steps.items() if name == family for r in found]
-        large = max(r["nnz"] for r in steps) / 4
-        return float(min(r["ms"][which] / r["nnz"] for r in steps if r["nnz"] >= large))
+        return float(min(r["ms"][which] / r["nnz"] for r in steps))
 
-    def steps(self, family: str, steps: Steps) -> tuple[Array, Array]:
-        """Forward and backward, with what is done to rows."""
+    def steps(self, family: str, steps: Steps, rank_rows: Array) -> tuple[Array, Array]:
+        """Forward and backward, with what is done to rows; `rank_rows` are those of each rank."""
         forward, backward = np.zeros((2, len(steps.rank)))
         for n, kind in enumerate(KINDS):
             at = steps.kind == n
             forward[at] = self.kernels(family, kind, steps.nnz[at], "forward")
             backward[at] = self.kernels(family, kind, steps.nnz[at], "backward")
-        forward += np.where(steps.kind == KINDS.index("own"), 0, self.merge * steps.rows)
-        backward += self.sum * (steps.sums + steps.own)
+        added, own = steps.sums + steps.own, steps.kind == KINDS.index("own")
+        all_rows = rank_rows[steps.rank]
+        part, first = steps.rows < all_rows, steps.sums == 0
+        forward += np.where(own, 0, self.merge * steps.rows)
+        backward += self.sum * np.where(first & part, steps.rows, added)
+        # Copies: queries of a step, and what it writes into a larger result; backward queries, results and gradients,
+        # and where there are several steps sums in fp32 (begun, and rounded at the end) of queries, keys and values.
+        several = np.bincount(steps.rank, minlength=len(rank_rows))[steps.rank] > 1
+        copied = self.copy * self.key_bytes / 2
+        forward += copied * steps.rows * (2 + 3 * (own & part))
+        backward += copied * (6 * steps.rows + 15 * all_rows * (first & several))
         return np.maximum(forward, self.host["forward"]), np.maximum(backward, self.host["backward"])
 
 
@@ -233,10 +245,10 @@ def sent_of(received: Array) -> Array:
 
 def ranks_of(family: str, tokens: int, world: int, costs: Costs) -> Ranks:
     steps, received = planned(family, tokens, world)
+    rows = rank_rows(family, tokens, world)
     forward, backward = np.zeros((2, world, world))
-    for into, times in zip((forward, backward), costs.steps(family, steps), strict=True):
+    for into, times in zip((forward, backward), costs.steps(family, steps, rows), strict=True):
         np.add.at(into, (steps.rank, steps.distance), times)
-    rows = np.array([last - first for first, last in shards_of(family, tokens, world).ranges], float)
     return Ranks(received.astype(float), forward, backward, received.sum(1) > rows, rows)
 
 
@@ -363,7 +375,7 @@ def check_row(row: Row, costs: Costs) -> Row:
     family, tokens, world, rank = row["family"], row["tokens"], row["world"], row["rank"]
     plan = rank_plan(family, tokens, world, rank)
     steps = as_steps(np.array(steps_of(rank, world, plan.steps), np.int64))
-    works = [float(times.sum()) for times in costs.steps(family, steps)]
+    works = [float(times.sum()) for times in costs.steps(family, steps, rank_rows(family, tokens, world))]
     given = sum(places.count for places in plan.gives.values())
     received = sum(plan.receives.values())
     packed = 2 * costs.copy * costs.key_bytes

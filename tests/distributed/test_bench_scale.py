@@ -7,10 +7,15 @@ import numpy as np
 import plot_families
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import fretwork as fw
+import fretwork.distributed as fd
 import report_scale
 import scale
 import scale_model
+from fretwork.distributed import _pieces
 from scale_model import LATENCY, NVLINK, Costs, Ranks
 
 
@@ -47,7 +52,9 @@ def test_what_travels_is_what_is_needed(family, monkeypatch, tmp_path):
             assert ranks.received[rank, (rank - peer) % 16] == needed == ranks.sent[peer, (rank - peer) % 16]
         assert ranks.again[rank] == plan.fetches_again[rank]
         steps = scale_model.as_steps(np.array(scale_model.steps_of(rank, 16, plan.steps)))
-        for all_work, work in zip((ranks.forward, ranks.backward), costs().steps(family, steps), strict=True):
+        for all_work, work in zip(
+            (ranks.forward, ranks.backward), costs().steps(family, steps, ranks.rows), strict=True
+        ):
             assert all_work[rank].sum() == pytest.approx(work.sum())
 
 
@@ -139,8 +146,8 @@ def test_page():
     check = {"part": "check", "family": "causal", "tokens": 1 << 17, "world": 8, "rank": 7, "steps": 8}
     check |= {"measured": {"forward": 2.0, "backward": 5.0}, "predicted": {"forward": 2.1, "backward": 4.0}}
     lines = report_scale.scale_section([*rows, check])
-    assert "| 131,072 | 8 | **251** | 1.25 | 250 | 0.40 | 0.5 | 2.25 | 300 | 4,000 |" in lines
-    assert "| 1,048,576 | 64 | **251** | 1.25 | 250 | 0.40 | 0.5 | 2.25 | – | 4,000 |" in lines
+    assert "| 131,072 | 8 | **251** | 1.25 | 250 | 0.4 | 0.5 | 2.25 | 300 | 4,000 |" in lines
+    assert "| 1,048,576 | 64 | **251** | 1.25 | 250 | 0.4 | 0.5 | 2.25 | – | 4,000 |" in lines
     assert "| causal | 131,072 | 8 | 7 | 8 | 2 | 2.1 | 1.05 | 5 | 4 | 0.80 |" in lines
     assert not any("| 16 |" in line for line in lines)
 
@@ -151,3 +158,18 @@ def test_picture():
     figure = plot_families.scale(pyplot, rows)
     assert [axis.get_title() for axis in figure.axes[:5]] == list(scale_model.FAMILIES)
     pyplot.close(figure)
+
+
+def test_rounds_are_those_of_the_exchange(monkeypatch):
+    """When rounds are posted: one before the rank's own keys, two behind them, and one more with each awaited round."""
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+    try:
+        said = []
+        real = _pieces.attention_op
+        monkeypatch.setattr(_pieces, "attention_op", lambda *a: (said.append("step"), real(*a))[1])
+        monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: said.append("post") or [])
+        q, k, v = torch.randn(3, 1, 1, 128, 16)
+        fd.attention(q, k, v, fw.patterns.causal(8 * 128))
+    finally:
+        dist.destroy_process_group()
+    assert " ".join(said) == "post step post post step post step post step step step"  # five rounds

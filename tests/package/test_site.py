@@ -137,7 +137,7 @@ def test_plots_are_of_the_rows(tmp_path):
 
     plot_families.main(tmp_path)
     drawn = sorted(file.name for file in tmp_path.iterdir())
-    assert drawn == sorted(file.name for file in (ROOT / "docs/benchmarks").glob("*.svg")) and len(drawn) == 11
+    assert drawn == sorted(file.name for file in (ROOT / "docs/benchmarks").glob("*.svg")) and len(drawn) == 12
     for name in drawn:
         numbers = [re.findall(r"-?\d+\.\d+|>([^<>]+)</text>", (folder / name).read_text())
                    for folder in (tmp_path, ROOT / "docs/benchmarks")]  # fmt: skip
@@ -152,3 +152,4 @@ def test_overview_and_pages_are_of_the_rows():
     for family in report.FAMILIES:
         stored = (ROOT / f"docs/benchmarks/{family}.md").read_text()
         assert "\n".join(report.family_page(family)).rstrip() + "\n" == stored
+    assert "\n".join(report.scale_page()).rstrip() + "\n" == (ROOT / "docs/benchmarks/scale.md").read_text()

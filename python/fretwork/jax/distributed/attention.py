@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import jax
 from jax.typing import ArrayLike
@@ -16,11 +16,27 @@ from fretwork.jax.distributed._rounds import schedule_of
 from fretwork.jax.dynamic_attention import BlockLists
 from fretwork.patterns import Pattern
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["attention"]
 
 _OP = "attention"
 
 AxisName = str | tuple[str, ...]
+
+
+class Options(TypedDict, total=False):
+    """The options of `fretwork.jax.attention`."""
+
+    scale: float | None
+    bias: ArrayLike | alibi | None
+    softcap: float
+    dropout_p: float
+    key_padding_mask: ArrayLike | None
+    sinks: ArrayLike | None
+    precision: str | None
+    blocks: ArrayLike | BlockLists | None
 
 
 @overload
@@ -30,16 +46,9 @@ def attention(
     v: ArrayLike,
     pattern: Patterns | None,
     axis_name: AxisName,
-    scale: float | None = None,
-    bias: ArrayLike | alibi | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    return_lse: Literal[False] = False,
     *,
-    key_padding_mask: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    precision: str | None = None,
-    blocks: ArrayLike | BlockLists | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
 ) -> jax.Array: ...
 
 
@@ -50,16 +59,9 @@ def attention(
     v: ArrayLike,
     pattern: Patterns | None,
     axis_name: AxisName,
-    scale: float | None = None,
-    bias: ArrayLike | alibi | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
     *,
     return_lse: Literal[True],
-    key_padding_mask: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    precision: str | None = None,
-    blocks: ArrayLike | BlockLists | None = None,
+    **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -70,16 +72,9 @@ def attention(
     v: ArrayLike,
     pattern: Patterns | None,
     axis_name: AxisName,
-    scale: float | None = None,
-    bias: ArrayLike | alibi | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    return_lse: bool = False,
     *,
-    key_padding_mask: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    precision: str | None = None,
-    blocks: ArrayLike | BlockLists | None = None,
+    return_lse: bool = False,
+    **options: Unpack[Options],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
@@ -89,12 +84,12 @@ def attention(
     v: ArrayLike,
     pattern: Patterns | None,
     axis_name: AxisName,
+    *,
+    return_lse: bool = False,
     scale: float | None = None,
     bias: ArrayLike | alibi | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
-    return_lse: bool = False,
-    *,
     key_padding_mask: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     precision: str | None = None,

@@ -142,9 +142,9 @@ for length in (300, 500, 700):
     attend(x, x, x)
 ```
 This holds for functions (`def` or `lambda`), for layers with such patterns, and for calls
-without a pattern, with `blocks` too. Make the function outside of what is compiled, or let it use nothing of the tensors.
-Other objects that can be called compile for each length. `torch.export` keeps the pattern of the example's length; import
-fretwork where a saved program is loaded, which registers its ops.
+without a pattern, with `blocks` too. Make the function outside of what is compiled, or let it use nothing of the
+tensors. Other objects that can be called compile for each length. `torch.export` keeps the pattern of the example's
+length; import fretwork where a saved program is loaded, which registers its ops.
 
 JAX compiles for each shape in any case. What `jax.export` makes calls Fretwork's library: allow its targets (the error
 names them), and import `fretwork.jax` where a saved function is loaded. `serialize()` needs the package flatbuffers.

@@ -21,7 +21,8 @@ class BlockLists:
     Query block r takes the key blocks indices[b, h, r, :counts[b, h, r]]. Entries from the count on are ignored, and so
     are those outside the range of blocks. FlexAttention's `kv_num_blocks` and `kv_indices` are such lists, but
     for the full blocks, which a BlockMask of `create_block_mask` keeps apart. The tensors are taken as they are:
-    nothing is copied, and nothing is read on the host.
+    nothing is copied, and nothing is read on the host. `block` is a block's sides (queries, keys), if they are known;
+    attention with other sides is then refused.
 
     >>> import torch, fretwork as fw
     >>> counts = torch.tensor([[[1, 2]]], dtype=torch.int32)
@@ -30,11 +31,12 @@ class BlockLists:
     BlockLists(counts=(1, 1, 2), indices=(1, 1, 2, 2))
     """
 
-    __slots__ = ("counts", "indices")
+    __slots__ = ("block", "counts", "indices")
     counts: Tensor
     indices: Tensor
+    block: tuple[int, int] | None
 
-    def __init__(self, counts: Tensor, indices: Tensor) -> None:
+    def __init__(self, counts: Tensor, indices: Tensor, block: int | tuple[int, int] | None = None) -> None:
         op = "BlockLists"
         for name, tensor, sizes in (("counts", counts, "(B, H, R)"), ("indices", indices, "(B, H, R, N)")):
             check_tensor(op, name, tensor)
@@ -46,7 +48,7 @@ class BlockLists:
             refuse(op, "indices", f"({', '.join(map(str, counts.shape))}, N), as counts are", tuple(indices.shape))
         if indices.device != counts.device:
             refuse(op, "indices", f"a tensor on {counts.device} like counts", f"one on {indices.device}")
-        self.counts, self.indices = counts, indices
+        self.counts, self.indices, self.block = counts, indices, None if block is None else check_sides(op, block)
 
     def __repr__(self) -> str:
         return f"BlockLists(counts={tuple(self.counts.shape)}, indices={tuple(self.indices.shape)})"
@@ -85,7 +87,8 @@ def select_blocks(
     top_k, first, last = (_number(op, name, n) for name, n in (("top_k", top_k), ("first", first), ("last", last)))
     check_top_k(op, top_k)
     causal = flag(op, "causal", causal)
-    return BlockLists(*selected_blocks(q.detach(), k.detach(), top_k, *sides, causal, first, last))
+    counts, indices = selected_blocks(q.detach(), k.detach(), top_k, *sides, causal, first, last)
+    return BlockLists(counts, indices, sides)
 
 
 def _number(op: str, argument: str, value: Any) -> int:

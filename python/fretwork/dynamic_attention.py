@@ -16,6 +16,7 @@ from fretwork._shapes import (
     check_one_pattern,
     check_packed,
     check_qkv,
+    check_same_tokens,
     check_selected,
     check_side,
     check_sides,
@@ -177,6 +178,7 @@ def varlen_attention(
     plain = plain and type(window) is tuple and window == (None, None)
     ends = cu_q if cu_k is None else cu_k
     plain = plain and _checked_by_the_core(q, k, v, cu_q, ends) and cu_q.dtype is ends.dtype is torch.int32
+    plain = plain and (cu_k is not None or q.shape[:1] == k.shape[:1])
     if plain and _ascend(cu_q) and (ends is cu_q or _ascend(ends)):
         try:
             return _varlen_plainly(q, k, v, cu_q, ends, causal, return_lse)
@@ -188,6 +190,8 @@ def varlen_attention(
     starts = [_starts(op, operand("cu_q", cu_q), cu_q, q)]
     if cu_k is not None:
         starts.append(_starts(op, operand("cu_k", cu_k), cu_k, q, operand("cu_q", cu_q)))
+    else:
+        check_same_tokens(op, q.shape[0], k.shape[0])
     bounds = *check_window(op, window), _longest(op, "max_q", max_q), _longest(op, "max_k", max_k)
     sizes = (1, 1, int(flag(op, "causal", causal)), *bounds)
     check_sinks(op, sinks, q, q.shape[1])
@@ -235,16 +239,21 @@ def _varlen_plainly(
     return (o, lse) if return_lse else o
 
 
+def _pair(block: Any) -> Any:
+    """The sides of a block, of queries and keys."""
+    return (block, block) if type(block) is int else block
+
+
 def block_attention_plainly(q: Tensor, k: Tensor, v: Tensor, pattern: Any, blocks: Any, block: Any) -> Tensor | None:
     """`fw.attention` with blocks and without options, of plain tensors, which the core checks; None for other calls."""
     mask, counts, indices = None, None, None
     if isinstance(blocks, BlockLists):
         counts, indices = blocks.counts, blocks.indices
-        plain = _checked_by_the_core(q, k, v, counts, indices)
+        plain = _checked_by_the_core(q, k, v, counts, indices) and blocks.block in (None, _pair(block))
     else:
         mask = blocks
         plain = _checked_by_the_core(q, k, v, mask)
-    sides = (block, block) if type(block) is int else block
+    sides = _pair(block)
     if not plain or type(sides) is not tuple or [type(side) for side in sides] != [int, int]:
         return None
     if pattern is not None and not isinstance(pattern, Pattern):
@@ -279,6 +288,8 @@ def block_attention(
         check_block_pattern(op, patterns[0], rows, cols, has_interval_rows(texts[0]))
     if not isinstance(blocks, (Tensor, BlockLists)):
         fail(op, "blocks", "a bool tensor or fw.BlockLists", type(blocks).__name__, TypeError)
+    if isinstance(blocks, BlockLists) and blocks.block not in (None, sides):
+        fail(op, "block", f"{blocks.block}, the sides for which the lists were made", sides)
     table = blocks.indices if isinstance(blocks, BlockLists) else blocks
     check_tensor(op, "blocks", table)
     check_blocks(op, known[0], known[1], operand("blocks", table), isinstance(blocks, BlockLists), sides)

@@ -395,6 +395,25 @@ def test_errors_name_the_function(device, monkeypatch):
             call()
 
 
+@pytest.mark.parametrize("options", [{}, {"scale": 0.5}])
+def test_lists_for_other_sides_are_refused(device, options):
+    q = torch.randn(1, 2, 256, 16, device=device)
+    lists = fw.select_blocks(q, q, 2, block=(64, 32))
+    assert torch.isfinite(fw.attention(q, q, q, blocks=lists, block=(64, 32), **options)).all()
+    same_shape = fw.BlockLists(lists.counts, lists.indices)
+    assert torch.isfinite(fw.attention(q, q, q, blocks=same_shape, block=64, **options)).all()
+    with pytest.raises(RuntimeError, match=r"^attention: block: expected \(64, 32\), .* got \(64, 64\)"):
+        fw.attention(q, q, q, blocks=lists, block=64, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": 0.5}])
+def test_other_keys_without_their_starts_are_refused(device, options):
+    q, k = torch.randn(40, 2, 16, device=device), torch.randn(60, 2, 16, device=device)
+    cu = torch.tensor([0, 40], dtype=torch.int32, device=device)
+    with pytest.raises(RuntimeError, match=r"^varlen_attention: cu_k: expected where the documents of 60 keys begin"):
+        fw.varlen_attention(q, k, k, cu, **options)
+
+
 @pytest.mark.parametrize("block", ["64", 64.0, None])
 def test_sides_that_are_no_ints(device, block):
     q = torch.randn(1, 2, 100, 16, device=device)

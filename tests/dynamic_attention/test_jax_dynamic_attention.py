@@ -336,9 +336,9 @@ def test_bounds_and_lists_that_are_refused():
         fwj.select_blocks(q[None], q[None], 2**40)
 
 
-@pytest.mark.parametrize("most", [0, 1, 3, 5, 99])
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 99])
 def test_max_segments(most):
-    """Enough of them change nothing; of fewer, documents beyond are zeros."""
+    """Enough of them in each row change nothing; of fewer, documents beyond are zeros."""
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.standard_normal((2, 40, 2, 16)), jnp.float32)
     ids = jnp.asarray([[0] * 10 + [1] * 30, [1] * 5 + [0] * 20 + [1] * 15])
@@ -350,7 +350,7 @@ def test_max_segments(most):
         static_argnums=2,
     )
     (o, lse), (want, want_lse) = call(q, ids, most), call(q, ids, None)
-    seen = (np.arange(80) < (0, *ends)[min(most, 5)]).reshape(2, 40)
+    seen = (np.arange(80) < (0, *ends)[min(2 * most, 5)]).reshape(2, 40)
     assert np.array_equal(o, np.where(seen[..., None, None], want, 0))
     assert np.array_equal(lse, np.where(seen[:, None], want_lse, -np.inf))
 
@@ -361,3 +361,11 @@ def test_max_segments_needs_segment_ids():
         fwj.varlen_attention(q, q, q, jnp.array([0, 40]), max_segments=1)
     with pytest.raises(RuntimeError, match=r"^varlen_attention: max_segments: expected 0 or more, or None, got -1"):
         fwj.varlen_attention(q, q, q, segment_ids=jnp.zeros(40, int), max_segments=-1)
+    with pytest.raises(RuntimeError, match=r"^varlen_attention: max_segments: expected 1 or more, got 0"):
+        fwj.varlen_attention(q, q, q, segment_ids=jnp.zeros(40, int), max_segments=0)
+
+
+def test_other_keys_without_their_starts_are_refused():
+    q, k = jnp.ones((40, 2, 16)), jnp.ones((60, 2, 16))
+    with pytest.raises(RuntimeError, match=r"^varlen_attention: cu_k: expected where the documents of 60 keys begin"):
+        fwj.varlen_attention(q, k, k, jnp.array([0, 40]))

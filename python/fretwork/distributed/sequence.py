@@ -93,7 +93,8 @@ def _all(op: str, local: Tensor, dim: int, sizes: tuple[int, ...], group: dist.P
     padded = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, most - rows.shape[0]))
     every = padded.new_empty((group.size() * most, *rows.shape[1:]))
     with explained(op):
-        dist.all_gather_into_tensor(every, padded.contiguous(), group=group)
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+        gather(every, padded.contiguous(), group=group)
     parts = [part[:size] for part, size in zip(every.split(most or 1), sizes, strict=False)]
     whole = torch.cat(parts) if parts else every
     return (whole.view(torch.bool) if is_bool else whole).movedim(0, dim).contiguous()

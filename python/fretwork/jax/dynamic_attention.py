@@ -383,11 +383,12 @@ def _finite(op: str, scale: float | None) -> float | None:
 
 
 def _starts_of(segment_ids: jax.Array, most: int | None) -> jax.Array:
-    """Where runs of equal ids begin, each row on its own: room for `most`, or for one in each place, and their end."""
+    """Where runs of equal ids begin, each row on its own: room for `most` in a row, or for one in each place, and their
+    end."""
     ids = segment_ids if segment_ids.ndim == 2 else segment_ids[None]
     begins = jnp.concatenate([jnp.ones((ids.shape[0], min(ids.shape[1], 1)), bool), ids[:, 1:] != ids[:, :-1]], 1)
     total = ids.size
-    room = total if most is None else min(most, total)
+    room = total if most is None else min(most * ids.shape[0], total)
     return jnp.nonzero(begins.ravel(), size=room + 1, fill_value=total)[0].astype(jnp.int32)
 
 
@@ -488,8 +489,9 @@ def varlen_attention(
     q is (T, Hq, D), k (T, Hk, D), v (T, Hk, Dv). In the place of `cu_q` there may be `segment_ids` (T,), of which each
     run of equal ones is a document; with (B, S) q, k and v are (B, S, heads, head dim), as are the results, and no
     document reaches into another row. The length of `cu_q` is part of the program, its contents are not. `max_segments`
-    is how many documents all rows of `segment_ids` have at most: without it a program has room for one in each place,
-    and takes the tiles of short documents. Documents beyond it are zeros with lse −inf.
+    is how many documents a row of `segment_ids` has at most: without it a program has room for one in each place, and
+    takes the tiles of short documents. If all rows together have more than it has room for, the last are zeros with lse
+    −inf.
 
     >>> q = k = v = jnp.ones((100, 2, 16))
     >>> o = varlen_attention(q, k, v, jnp.array([0, 30, 100]), causal=True)
@@ -507,12 +509,16 @@ def varlen_attention(
     learned = None if sinks is None else array(op, "sinks", sinks)
     rows: tuple[int, ...] = ()
     most = _shapes.check_bound(op, "max_segments", max_segments)
+    if most == 0:
+        fail(op, "max_segments", "1 or more", most)
     if segment_ids is None:
         if max_segments is not None:
             fail(op, "max_segments", "segment_ids with it", "none")
         if cu_q is None:
             fail(op, "cu_q", "cu_q or segment_ids", "none", TypeError)
         starts = [array(op, "cu_q", _narrow(cu_q)), None if cu_k is None else array(op, "cu_k", _narrow(cu_k))]
+        if cu_k is None and arrays[0].ndim == arrays[1].ndim == 3:
+            _shapes.check_same_tokens(op, arrays[0].shape[0], arrays[1].shape[0])
     else:
         if cu_q is not None or cu_k is not None:
             fail(op, "segment_ids", "either them or cu_q and cu_k", "both")

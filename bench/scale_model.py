@@ -5,8 +5,8 @@ what a step of its kind and its number of elements was measured to take, and wha
 least the host's time for a step. Between measured sizes times are interpolated (logarithms of both), beyond the
 largest they grow with the elements, below the smallest they stay.
 
-Transfers follow the rounds of `_exchange.py`: in round d a rank sends d ranks ahead, a round begins when the one before
-has ended and its inputs are there, and a step waits for the round that brings its keys. A transfer begins when both
+Transfers follow the rounds of `_exchange.py`: in round d a rank sends d ranks ahead, a round begins when it is posted
+and the one before has ended, and a step waits for the round that brings its keys. A transfer begins when both
 sides are ready and takes LATENCY and its bytes over the rate of the link. The pass ends with the slowest rank.
 
 Left out: what transfers cost the kernels beside them, congestion of the network, and jitter.
@@ -249,7 +249,8 @@ def ranks_of(family: str, tokens: int, world: int, costs: Costs) -> Ranks:
     forward, backward = np.zeros((2, world, world))
     for into, times in zip((forward, backward), costs.steps(family, steps, rows), strict=True):
         np.add.at(into, (steps.rank, steps.distance), times)
-    return Ranks(received.astype(float), forward, backward, received.sum(1) > rows, rows)
+    again = received.sum(1) > _steps._KEPT * tokens // world
+    return Ranks(received.astype(float), forward, backward, again, rows)
 
 
 def link_times(sizes: Array, direction: int, distance: int) -> Array:
@@ -260,15 +261,44 @@ def link_times(sizes: Array, direction: int, distance: int) -> Array:
     return found
 
 
-def pipeline(begin: Array, own: Array, work: Array, sent: Array, pack: float, direction: int = 1) -> Array:
+class Coming(NamedTuple):
+    """A round of a rank: the bytes of memory that it takes, and when the rank is done with its work."""
+
+    size: float
+    done: float
+
+
+def posted_at(rounds: list[Coming], size: float, room: float, begin: float, own_done: float) -> float:
+    """When a round of some size is posted behind others: with the first of these that leaves room, or two."""
+    awaited, total = len(rounds), size
+    while awaited and (len(rounds) - awaited < 2 or total + rounds[awaited - 1].size <= room):
+        awaited -= 1
+        total += rounds[awaited].size
+    if awaited:
+        return rounds[awaited - 1].done
+    return begin if not rounds or total <= room else own_done
+
+
+@dataclass
+class Messages:
+    """Of an exchange, by rank and distance: bytes that are sent, and those of them for which copies are made."""
+
+    sent: Array
+    copied: Array
+    pack: float  # ms of a byte before it is sent
+    room: float  # bytes
+    direction: int = 1
+
+
+def pipeline(begin: Array, own: Array, work: Array, messages: Messages) -> Array:
     """When each rank is done with the rounds of an exchange and the work that waits for them.
 
-    The first round is posted at `begin`, two more behind the rank's `own` work, and one more with each round that is
-    awaited, as `Exchange` does. `sent` has bytes by distance, `pack` is the time of a byte before it is sent.
+    As `Exchange` does, rounds are posted at `begin` while there is room, at least one; behind the rank's `own` work at
+    least three; and then behind the work of each round.
     """
-    world = len(begin)
+    world, sent, direction = len(begin), messages.sent, messages.direction
     ranks = np.arange(world)
-    posts = [begin, begin + own, begin + own]  # when the next rounds of each rank may begin
+    rounds: list[list[Coming]] = [[] for _ in ranks]
     tail, free = begin + own, begin.copy()
     for distance in range(1, world):
         to, source = (ranks + direction * distance) % world, (ranks - direction * distance) % world
@@ -276,32 +306,46 @@ def pipeline(begin: Array, own: Array, work: Array, sent: Array, pack: float, di
         takes = gives | gets
         if not takes.any():
             continue
-        ready = np.maximum(posts[0], free) + pack * sent[:, distance]
+        sizes = sent[source, distance] + messages.copied[:, distance]
+        posts = [posted_at(rounds[r], sizes[r], messages.room, begin[r], begin[r] + own[r]) for r in ranks]
+        ready = np.maximum(posts, free) + messages.pack * sent[:, distance]
         arrival = np.maximum(ready, ready[to]) + link_times(sent[:, distance], direction, distance)
         end = np.maximum(np.where(gives, arrival, ready), np.where(gets, arrival[source], ready))
         done = np.maximum(tail, end) + work[:, distance]
-        posts = [np.where(takes, later, now) for now, later in zip(posts, (*posts[1:], done), strict=True)]
         tail, free = np.where(takes, done, tail), np.where(takes, end, free)
+        for r in ranks[takes]:
+            rounds[r].append(Coming(sizes[r], done[r]))
     return tail
 
 
+def keys_sent(ranks: Ranks, costs: Costs, received: Array) -> Messages:
+    """The messages of keys and values by which ranks receive so many keys."""
+    sent = sent_of(received)
+    copied = np.where(sent < ranks.rows[:, None], sent, 0) * costs.key_bytes
+    return Messages(sent * costs.key_bytes, copied, 2 * costs.copy, room_of(ranks, costs))
+
+
+def room_of(ranks: Ranks, costs: Costs) -> float:
+    """Bytes that rounds under way may take."""
+    return _steps._AHEAD * float(ranks.rows.sum()) / ranks.world * costs.key_bytes
+
+
 def forward_ends(ranks: Ranks, costs: Costs) -> Array:
-    start, sent = np.zeros(ranks.world), ranks.sent * costs.key_bytes
-    return pipeline(start, ranks.forward[:, 0], ranks.forward, sent, 2 * costs.copy)
+    return pipeline(np.zeros(ranks.world), ranks.forward[:, 0], ranks.forward, keys_sent(ranks, costs, ranks.received))
 
 
 def backward_ends(ranks: Ranks, costs: Costs) -> Array:
     """Keys come again where they were not kept, behind them the gradients return."""
     own, others = ranks.backward[:, 0], ranks.backward.copy()
     others[:, 0] = 0
-    again = ranks.again.astype(float)
-    received = ranks.received * again[:, None] * costs.key_bytes
+    again = ranks.again.astype(float)[:, None]
     first = np.where(ranks.again, own, others.sum(1))
-    tail = pipeline(np.zeros(ranks.world), first, others * again[:, None], sent_of(received), 2 * costs.copy)
-    # A rank's gradients go to who sent the keys; the owner adds them.
+    tail = pipeline(np.zeros(ranks.world), first, others * again, keys_sent(ranks, costs, ranks.received * again))
+    # A rank's gradients go to who sent the keys; the owner adds them. They lie where they were computed.
     adds = ranks.sent * 2 * costs.sum
-    returned = ranks.received * costs.key_bytes
-    return pipeline(tail, own * (1 - again), adds, returned, 2 * costs.copy, direction=-1)
+    returned, none = ranks.received * costs.key_bytes, np.zeros_like(ranks.received)
+    messages = Messages(returned, none, 2 * costs.copy, room_of(ranks, costs), direction=-1)
+    return pipeline(tail, own * (1 - again[:, 0]), adds, messages)
 
 
 # The peers

@@ -15,8 +15,8 @@ import fretwork.distributed as fd
 import report_scale
 import scale
 import scale_model
-from fretwork.distributed import _pieces
-from scale_model import LATENCY, NVLINK, Costs, Ranks
+from fretwork.distributed import _pieces, _steps
+from scale_model import LATENCY, NVLINK, Costs, Messages, Ranks
 
 
 def step_row(family, kind, nnz, ms):
@@ -58,28 +58,32 @@ def test_what_travels_is_what_is_needed(family, monkeypatch, tmp_path):
             assert all_work[rank].sum() == pytest.approx(work.sum())
 
 
-def ring(world, sent, work):
-    """Ranks that each send the same to all others, and work for some time on what each sends."""
+def ring(world, sent, work, own=None, room=0.0):
+    """Ranks that each send the same to all others, and work for some time on their own keys and on what each sends."""
     square = np.full((world, world), float(sent))
     square[:, 0] = 0
     works = np.full((world, world), float(work))
-    return scale_model.pipeline(np.zeros(world), works[:, 0], works, square, 0.0)
+    own = np.full(world, work if own is None else own)
+    return scale_model.pipeline(np.zeros(world), own, works, Messages(square, 0 * square, 0.0, room))
 
 
 def test_rounds():
-    """Hidden transfers cost nothing, hidden work costs the transfers; the second round waits for the own work."""
+    """Hidden transfers cost nothing, hidden work costs the transfers; the second round waits for the own work, unless
+    there is room for it."""
     travel = LATENCY + 1e6 / NVLINK
     assert ring(4, 1e6, 10.0) == pytest.approx(40.0)
     assert ring(4, 1e6, 0.0) == pytest.approx(3 * travel)
     assert ring(2, 370e6, 0.4) == pytest.approx(1 + LATENCY + 0.4)
     assert ring(3, 370e6, 0.4) == pytest.approx(2 * (1 + LATENCY) + 0.4)
     assert ring(3, 370e6, 1.5) == pytest.approx(4.5)
+    assert ring(4, 370e6, 0.0, own=5.0) == pytest.approx(5 + 2 * (1 + LATENCY))
+    assert ring(4, 370e6, 0.0, own=5.0, room=3 * 370e6) == pytest.approx(5)
     assert ring(16, 48e6, 0.0).max() == pytest.approx(15 * (1 + LATENCY))  # ranks at a node's border: InfiniBand
 
 
 def test_a_late_rank_keeps_others_waiting():
     sent = np.array([[0, 0.0], [0, 370e6]])
-    ends = scale_model.pipeline(np.array([0.0, 5.0]), np.zeros(2), np.zeros((2, 2)), sent, 0.0)
+    ends = scale_model.pipeline(np.array([0.0, 5.0]), np.zeros(2), 0 * sent, Messages(sent, 0 * sent, 0.0, 0.0))
     assert ends == pytest.approx(6 + LATENCY)
 
 
@@ -160,8 +164,24 @@ def test_picture():
     pyplot.close(figure)
 
 
-def test_rounds_are_those_of_the_exchange(monkeypatch):
-    """When rounds are posted: one before the rank's own keys, two behind them, and one more with each awaited round."""
+CAUSAL, MOST = fw.patterns.causal(1024), fw.patterns.fixed(1024, 128, 96)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "ahead", "sizes", "expected"),
+    [
+        # One round before the rank's own keys, two behind them.
+        (CAUSAL, 0, [1] * 5, "post step post post step post step post step step step"),
+        (CAUSAL, 4, [1] * 5, "post post post post step step post step step step step"),
+        (CAUSAL, 8, [1] * 5, "post post post post post step step step step step step"),
+        # Three quarters of keys arrive, and copies of as many leave to the two ranks behind.
+        (MOST, 3, [1.5, 1.5, 0.75, 0.75, 0.75], "post post step post step post step post step step step"),
+    ],
+)
+def test_rounds_are_those_of_the_exchange(pattern, ahead, sizes, expected, monkeypatch):
+    """When the five rounds of rank 5 are posted, among the steps on its own keys and on those of five peers."""
+    monkeypatch.setattr(_steps, "_AHEAD", ahead)
+    _steps.plan_of.cache_clear()
     dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
     try:
         said = []
@@ -169,7 +189,12 @@ def test_rounds_are_those_of_the_exchange(monkeypatch):
         monkeypatch.setattr(_pieces, "attention_op", lambda *a: (said.append("step"), real(*a))[1])
         monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: said.append("post") or [])
         q, k, v = torch.randn(3, 1, 1, 128, 16)
-        fd.attention(q, k, v, fw.patterns.causal(8 * 128))
+        fd.attention(q, k, v, pattern, method="ranges")
     finally:
         dist.destroy_process_group()
-    assert " ".join(said) == "post step post post step post step post step step step"  # five rounds
+        _steps.plan_of.cache_clear()
+    assert " ".join(said) == expected
+    rounds = []
+    for n, (at, size) in enumerate(zip((at for at, word in enumerate(said) if word == "post"), sizes, strict=True)):
+        assert scale_model.posted_at(rounds, size, ahead, begin=0.0, own_done=1.0) == said[:at].count("step")
+        rounds.append(scale_model.Coming(size, done=n + 2.0))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,22 @@ from fretwork._checks import fail
 from fretwork._shapes import Shape
 
 
-class Exchange:
-    """Tensors to each peer that `gives` has some for, and tensors of `shapes[peer]` from each of these.
+class _Round(NamedTuple):
+    """Messages under way, and the tensors that they read and write."""
 
-    Two rounds are under way at a time: one travels while the caller works on what the one before brought.
+    source: int
+    rows: int  # whose memory they take
+    arriving: list[Tensor]
+    given: list[Tensor]
+    works: list[Any]
+
+
+class Exchange:
+    """Tensors to each peer that `gives` has some for, and tensors of `shapes[peer]` (B, H, rows, …) from each of these.
+
+    A round waits for the work that a device was given before it, so rounds are posted ahead: while they take the memory
+    of at most `room` rows, and two beside the one that the caller waits for in any case. A round takes the memory of
+    the rows that arrive, and of the rows that leave in copies, `copies[peer]`.
     """
 
     def __init__(
@@ -28,39 +40,48 @@ class Exchange:
         gives: Callable[[int], Sequence[Tensor]],
         shapes: dict[int, list[Shape]],
         like: Tensor,
+        room: int,
+        copies: Mapping[int, int] | None = None,
         back: bool = False,
     ) -> None:
         self._op, self._group, self._gives, self._shapes, self._like = op, group, gives, shapes, like
         self._step, self._next = -1 if back else 1, 1
-        self._posted: deque[tuple[int, list[Tensor], list[Tensor], list[Any]]] = deque()
+        self._copies, self._room = copies or {}, room  # the room less what posted rounds take
+        self._posted: deque[_Round] = deque()
 
-    def post(self) -> None:
-        """Starts the next round in which this rank has a part, if one is left."""
+    def post(self, least: int = 1) -> None:
+        """Starts rounds in which this rank has a part, until so many are under way and there is no room for more."""
         rank, world = self._group.rank(), self._group.size()
         while self._next < world:
             distance = self._step * self._next
             to, source = (rank + distance) % world, (rank - distance) % world
+            shapes = self._shapes.get(source, [])
+            rows = self._copies.get(to, 0) + (int(shapes[0][2]) if shapes else 0)
+            if len(self._posted) >= least and rows > self._room:
+                return
             self._next += 1
             given = [t.contiguous() for t in self._gives(to)]
-            arriving = [self._like.new_empty(tuple(shape)) for shape in self._shapes.get(source, ())]
+            arriving = [self._like.new_empty(tuple(shape)) for shape in shapes]
             ops = [dist.P2POp(dist.isend, t, group=self._group, group_peer=to) for t in given if t.numel()]
             ops += [dist.P2POp(dist.irecv, t, group=self._group, group_peer=source) for t in arriving if t.numel()]
             if ops:
+                self._room -= rows
                 with explained(self._op):
-                    self._posted.append((source, arriving, given, dist.batch_isend_irecv(ops)))
-                return
+                    self._posted.append(_Round(source, rows, arriving, given, dist.batch_isend_irecv(ops)))
 
     def arrivals(self) -> Iterator[tuple[int, list[Tensor]]]:
         """(peer, what it sent), one after another, until all is sent and has come."""
-        self.post()
-        while self._posted:
-            self.post()
-            peer, arrived, _, works = self._posted.popleft()
+        while True:
+            self.post(3)
+            if not self._posted:
+                return
+            first = self._posted.popleft()
             with explained(self._op):
-                for work in works:
+                for work in first.works:
                     work.wait()
-            if arrived:
-                yield peer, arrived
+            self._room += first.rows
+            if first.arriving:
+                yield first.source, first.arriving
 
 
 def checked_group(op: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -228,7 +228,7 @@ class _Backward:
 
         likes = [(self.q, self.k, self.v)[n] for n in self.wanted]
         shapes = {peer: _shapes(likes, places.count) for peer, places in self.call.plan.gives.items()}
-        return Exchange(_OP, self.call.group, given, shapes, self.k, back=True)
+        return Exchange(_OP, self.call.group, given, shapes, self.k, self.call.plan.room, back=True)
 
 
 def _shapes(likes: Iterable[Tensor], count: int) -> list[Shape]:
@@ -262,14 +262,14 @@ def _arriving(
     """
     plan = call.plan
     receives = {} if again and not plan.fetches else plan.receives
+    gives = {peer: places for peer, places in plan.gives.items() if not again or plan.fetches_again[peer]}
 
     def given(peer: int) -> list[Tensor]:
-        places = plan.gives.get(peer)
-        if places is None or (again and not plan.fetches_again[peer]):
-            return []
-        return [places.take(t) for t in own]
+        return [gives[peer].take(t) for t in own] if peer in gives else []
 
-    exchange = Exchange(_OP, call.group, given, {n: _shapes(own, count) for n, count in receives.items()}, own[0])
+    shapes = {peer: _shapes(own, count) for peer, count in receives.items()}
+    copies = {peer: places.count for peer, places in gives.items() if places.count < own[0].shape[2]}
+    exchange = Exchange(_OP, call.group, given, shapes, own[0], plan.room, copies)
     exchange.post()
     arrivals = exchange.arrivals()
     left = [source.peer for step in steps for source in step.sources]

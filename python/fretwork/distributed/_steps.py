@@ -28,8 +28,8 @@ _TILE = 128
 # A piece has no gap longer than this share of it: memory goes to gaps, and a kernel call to each piece.
 _GAP = 0.25
 _FEW_RANGES = 8
-# Received keys are kept for the gradient up to so many equal parts of all keys.
-_KEPT = 2
+# Received keys are kept for the gradient up to so many equal parts of all keys, and up to so many are on their way.
+_KEPT, _AHEAD = 2, 4
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,7 @@ class Plan:
     gives: dict[int, Places]  # of the rank's own keys
     steps: tuple[Step, ...]  # in the order in which their keys come
     fetches_again: tuple[bool, ...]  # of each rank: received keys that are too many to keep until the gradient
+    room: int  # for keys that are on their way
 
     @property
     def fetches(self) -> bool:
@@ -144,13 +145,14 @@ def plan_of(patterns: tuple[Pattern, ...], rows: Ranges, keys: Ranges, rank: int
         gives,
         tuple(_Planner(patterns, rows[rank], keys, rank, needs[rank], aligned).steps()),
         tuple(again for _, again in received(patterns, rows, keys)),
+        _parts(_AHEAD, keys),
     )
 
 
 @functools.lru_cache(maxsize=256)
 def received(patterns: tuple[Pattern, ...], rows: Ranges, keys: Ranges) -> tuple[tuple[int, bool], ...]:
     """The keys that each rank receives, and whether these are too many to keep until the gradient."""
-    most = _KEPT * keys[-1][1] // len(keys)
+    most = _parts(_KEPT, keys)
     counts = [sum(_count(ranges) for ranges in found.values()) for found in _needs_of_ranks(patterns, rows, keys)]
     return tuple((count, count > most) for count in counts)
 
@@ -163,6 +165,11 @@ def _needs_of_ranks(patterns: tuple[Pattern, ...], rows: Ranges, keys: Ranges) -
     for rank, found in enumerate(needs):
         found.pop(rank, None)
     return tuple(needs)
+
+
+def _parts(number: int, keys: Ranges) -> int:
+    """Keys of some equal parts."""
+    return number * keys[-1][1] // len(keys)
 
 
 def _count(ranges: Iterable[Range]) -> int:

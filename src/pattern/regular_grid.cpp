@@ -135,7 +135,9 @@ struct Neighborhood {
   std::int64_t length, window, dilation, stride;
   bool causal;
   bool dilates() const { return dilation > 1 && dilation < length; }
-  std::int64_t groups() const { return length / (stride * dilation) + 1; }
+  /// Several groups in a class: the digit of a single one would have the stride of the axis before.
+  bool groups_up() const { return stride > 1 && stride <= (length - 1) / dilation; }
+  std::int64_t groups() const { return length / stride / dilation + 1; }
   /// Windows are whole groups, and these whole parts of tiles.
   bool aligned() const {
     return std::has_single_bit(static_cast<std::uint64_t>(stride)) && window % stride == 0 &&
@@ -211,7 +213,7 @@ std::vector<GridAxis> neighborhood_axes(const std::vector<Neighborhood>& all) {
   double parts = 1;
   for (std::size_t k = 0; k < all.size(); ++k) {
     digits += all[k].dilates() ? 2 : 1;
-    if (all[k].stride > 1) {
+    if (all[k].groups_up()) {
       order.push_back(k);
       parts *= static_cast<double>(all[k].groups());
     }

@@ -66,6 +66,19 @@ def test_other_keys_and_values(options, device):
     check(wide, ours, inputs, ~pattern.mask())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["attn_mask", "key_padding_mask"])
+def test_a_finite_number_hides_nothing(name, dtype, device):
+    """Added to every key it changes nothing, whatever the layer's dtype can hold."""
+    for own in dtypes_of(device):
+        _, ours = pair(P.sliding_window(12, 3, 0), device, own)
+        x = torch.randn(2, 12, 32, device=device).to(own)
+        for number in (-1e9, torch.finfo(dtype).min):
+            mask = torch.full((2, 12) if name[0] == "k" else (12, 12), number, dtype=dtype, device=device)
+            got = ours(x * 0, **{name: mask})[0]  # equal scores, which such a number does not round away
+            assert_close(got, ours(x * 0)[0].detach().double(), own)
+
+
 @pytest.mark.parametrize("function", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_pattern_for_each_head(function, is_causal, device):

@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_close, dense_of, packed_of
+from conftest import assert_close, dense_of, dtypes_of, packed_of
 
 import fretwork.compat.deepspeed as ds
 import fretwork.compat.torch_blocksparse as tbs
@@ -51,6 +51,11 @@ def test_softmax_is_in_place_and_takes_integer_masks(device):
     got = softmax(x, scale=0.5, attn_mask=mask, attn_mask_mode="mul")
     assert got is x
     assert_close(x, want, torch.float32)
+    far = torch.full((48, 48), -(10**9), device=device)  # added to all of a row it hides nothing, in 16 bits either
+    for dtype in dtypes_of(device):
+        assert_close(
+            softmax.apart(x.to(dtype) * 0, attn_mask=far), softmax_of(x.to(dtype) * 0, softmax.block_layout), dtype
+        )
 
 
 def test_softmax_in_place_with_gradients(device):
@@ -131,6 +136,10 @@ def test_attention(options, device):
     assert none is None
     want = dense_attention(mha, inputs, spread(LAYOUT) & shown, padding.double()[:, None, None])
     assert_close(turn(out), want, torch.float32)
+    out, _ = mha(*map(turn, inputs), is_causal=True)
+    assert_close(
+        turn(out), dense_attention(mha, inputs, (spread(LAYOUT) & torch.ones(48, 48).tril().bool())), torch.float32
+    )
 
 
 def test_attention_by_info_in_torchs_layers(device):

@@ -189,3 +189,20 @@ def test_one_block_for_all(device: torch.device) -> None:
                 strict=True,
             ):
                 close(x, y, dtype, f"sdd {block}")
+
+
+def test_rows_of_a_gradient_that_overlap() -> None:
+    """As those of a sliding window have it; every activation, with the product of each family that ends with one."""
+    x = torch.randn(5, 8, requires_grad=True)
+    weights = torch.randn(1, 12, 8, 1), torch.eye(12, 8)
+    sparse = fw.two_four.compress(weights[1])
+    upstream = torch.randn(16).as_strided((5, 12), (1, 1))
+    for activation in ("relu", "gelu", "silu"):
+        for call in (
+            lambda x, a=activation: fw.ksmm(x, weights[0], activation=a),
+            lambda x, a=activation: fw.ksmm_chain(x, [weights[0]], activation=a),
+            lambda x, a=activation: fw.two_four.linear(x, sparse, activation=a),
+        ):
+            (got,) = torch.autograd.grad(call(x), x, upstream)
+            (want,) = torch.autograd.grad(call(x), x, contiguous(upstream))
+            close(got, want, torch.float32, activation)

@@ -206,6 +206,18 @@ def test_random_neighborhoods(dice):
             begin = dice.randint(0, len(want) - 1)
             rows, cols = (slice(at, at + dice.randint(0, most)) for at in (begin, max(0, begin - dice.randint(0, 3))))
             is_pattern(pattern[rows, cols], want[rows, cols])
+        other, mask = leaf(dice, *want.shape)
+        is_pattern(pattern | other, want | mask)
+        is_pattern(pattern & other, want & mask)
+
+
+def test_one_group_on_an_axis():
+    """Its digit would be the next axis' own."""
+    pattern, causal = P.neighborhood((8, 4), 4, stride=(1, 4)), P.causal(32)
+    is_pattern(pattern | causal, pattern.numpy_mask() | causal.numpy_mask())
+    is_pattern(pattern & causal, pattern.numpy_mask() & causal.numpy_mask())
+    with pytest.raises(ValueError, match="stride: expected at most window = 3, got 4294967296"):
+        P.neighborhood((8,), 3, dilation=2**32, stride=2**32)
 
 
 def test_random_trees_and_blocks(dice):

@@ -14,6 +14,8 @@ def before_activation(activation: str, d_out: Tensor, out: Tensor, sums: Callabl
         return d_out
     if activation == "relu":
         return _aten.threshold_backward(d_out, out, 0)
+    if activation == "gelu" and d_out.is_cpu:
+        d_out = d_out.contiguous()  # oneDNN refuses rows that overlap
     return (_aten.gelu_backward if activation == "gelu" else _silu_backward)(d_out, sums())
 
 

@@ -323,14 +323,21 @@ def _causal(pattern: Pattern, rows: int, cols: int) -> Pattern:
 
 
 def _mask(name: str, mask: Tensor, like: Tensor) -> Tensor:
-    """Bool, or floats of the scores' dtype."""
+    """Bool, or floats that attention takes beside `like`: a finite one stays finite, so that it hides nothing."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"{_OP}: {name}: expected a torch.Tensor, got {type(mask).__name__}")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise RuntimeError(f"{_OP}: {name}: expected bool or floats, got {dtype_name(mask.dtype)}")
     if mask.device != like.device:
         raise RuntimeError(f"{_OP}: {name}: expected a tensor on {like.device}, got one on {mask.device}")
-    return mask if mask.dtype == torch.bool else mask.to(like.dtype)
+    if mask.dtype in (torch.bool, torch.float32, like.dtype):
+        return mask
+    if like.dtype == torch.float64:
+        return mask.double()
+    if mask.dtype == torch.float64:
+        largest = torch.finfo(torch.float32).max
+        mask = torch.where(mask.isinf(), mask, mask.clamp(-largest, largest))
+    return mask.float()
 
 
 def _attention_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -215,6 +215,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> tuple[Tensor, None]:
+        if self.batch_first:
+            same = key is query, value is key
+            query = query.transpose(0, 1)
+            key = query if same[0] else key.transpose(0, 1)
+            value = key if same[1] else value.transpose(0, 1)
         modes = self.key_padding_mask_mode, self.attn_mask_mode
         if is_causal is not None:
             modes = "add", "add"
@@ -222,11 +227,6 @@ class MultiheadAttention(nn.MultiheadAttention):
             if is_causal and attn_mask is None:
                 later = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
                 attn_mask = _as_added(later.triu(1), query)
-        if self.batch_first:
-            same = key is query, value is key
-            query = query.transpose(0, 1)
-            key = query if same[0] else key.transpose(0, 1)
-            value = key if same[1] else value.transpose(0, 1)
         out, _ = multi_head_attention_forward(
             query, key, value, self.embed_dim, self.num_heads, self.in_proj_weight, self.in_proj_bias,
             None, None, False, self.dropout, self.out_proj.weight, self.out_proj.bias, *self.get_ops(query.shape[0]),

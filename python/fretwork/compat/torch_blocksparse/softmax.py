@@ -57,7 +57,7 @@ class Softmax:
         attn_mask_mode: str = "add",
     ) -> Tensor:
         """The same as a new tensor."""
-        padding, mask = _mask(key_padding_mask, key_padding_mask_mode, x), _mask(attn_mask, attn_mask_mode, x)
+        padding, mask = _mask(key_padding_mask, key_padding_mask_mode), _mask(attn_mask, attn_mask_mode)
         modes = key_padding_mask_mode, attn_mask_mode
         y, self.time_y = timed(
             lambda: block_softmax(x, self.block_layout, scale, rpe, padding, mask, *modes), self.bench, x.device
@@ -68,11 +68,12 @@ class Softmax:
 SparseSoftmax = Softmax
 
 
-def _mask(mask: Tensor | None, mode: str, like: Tensor) -> Tensor | None:
-    """Integer masks, which were common: what counts in "mul" is where they are zero; "add" wants numbers."""
+def _mask(mask: Tensor | None, mode: str) -> Tensor | None:
+    """Integer masks, which were common: what counts in "mul" is where they are zero; "add" wants numbers, which stay
+    finite."""
     if mask is None or mask.is_floating_point() or mask.dtype == torch.bool:
         return mask
-    return mask != 0 if mode == "mul" else mask.to(like.dtype)
+    return mask != 0 if mode == "mul" else mask.float()
 
 
 def _written(x: Tensor, y: Tensor) -> Tensor:

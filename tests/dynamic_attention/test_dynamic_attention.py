@@ -61,7 +61,9 @@ def check(call, reference, inputs):
         (want, want_lse.masked_fill(~seen, 0)), wide, (d_o.double().cpu(), d_lse.double().cpu())
     )
     for n, (got, right, t) in enumerate(zip(found, expected, inputs, strict=True)):
-        scale = max(right.abs().max().item(), 1e-3) if right.numel() else 1.0
+        # A bias and sinks have sums over rows, each of which adds what rounding left of its result.
+        floor = 1e-3 if n < 3 else max(1e-3, 0.1 * (lse.numel() / max(right.numel(), 1)) ** 0.5)
+        scale = max(right.abs().max().item(), floor) if right.numel() else 1.0
         assert (got.double().cpu() - right).abs().max() <= 2 * TOLERANCE[dtype] * scale, f"gradient {n}"
         assert got.dtype == t.dtype
     again, lse_again = call(*inputs)

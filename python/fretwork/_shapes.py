@@ -587,12 +587,6 @@ def check_starts(op: str, cu: Operand, like: Operand | None = None) -> None:
         fail(op, cu.name, f"shape {tuple(like.shape)} like cu_q", tuple(cu.shape))
 
 
-def check_same_tokens(op: str, queries: int, keys: int) -> None:
-    """Packed documents whose keys begin where their queries do."""
-    if queries != keys:
-        fail(op, "cu_k", f"where the documents of {keys} keys begin, beside {queries} queries", "none")
-
-
 def check_window(op: str, window: Any) -> tuple[int, int]:
     """−1 for none."""
     if not isinstance(window, (tuple, list)) or len(window) != 2:

@@ -16,7 +16,6 @@ from fretwork._shapes import (
     check_one_pattern,
     check_packed,
     check_qkv,
-    check_same_tokens,
     check_selected,
     check_side,
     check_sides,
@@ -179,7 +178,6 @@ def varlen_attention(
     plain = plain and type(window) is tuple and window == (None, None)
     ends = cu_q if cu_k is None else cu_k
     plain = plain and _checked_by_the_core(q, k, v, cu_q, ends) and cu_q.dtype is ends.dtype is torch.int32
-    plain = plain and (cu_k is not None or q.shape[:1] == k.shape[:1])
     if plain and _ascend(cu_q) and (ends is cu_q or _ascend(ends)):
         try:
             return _varlen_plainly(q, k, v, cu_q, ends, causal, return_lse)
@@ -192,8 +190,6 @@ def varlen_attention(
     starts = [_starts(op, operand("cu_q", cu_q), cu_q, q)]
     if cu_k is not None:
         starts.append(_starts(op, operand("cu_k", cu_k), cu_k, q, operand("cu_q", cu_q)))
-    else:
-        check_same_tokens(op, q.shape[0], k.shape[0])
     bounds = *check_window(op, window), _longest(op, "max_q", max_q), _longest(op, "max_k", max_k)
     sizes = (1, 1, int(flag(op, "causal", causal)), *bounds)
     check_sinks(op, sinks, q, q.shape[1])

@@ -408,12 +408,19 @@ def test_lists_for_other_sides_are_refused(device, options):
         fw.attention(q, q, q, blocks=lists, block=64, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"scale": 0.5}])
-def test_other_keys_without_their_starts_are_refused(device, options):
-    q, k = torch.randn(40, 2, 16, device=device), torch.randn(60, 2, 16, device=device)
-    cu = torch.tensor([0, 40], dtype=torch.int32, device=device)
-    with pytest.raises(RuntimeError, match=r"^varlen_attention: cu_k: expected where the documents of 60 keys begin"):
-        fw.varlen_attention(q, k, k, cu, **options)
+@pytest.mark.parametrize("options", [{}, {"scale": 0.25}], ids=["plain", "options"])
+def test_rows_to_spare_need_not_be_as_many_for_keys(device, options):
+    """Without cu_k keys begin where queries do, whatever lies behind the last document of each."""
+    for dtype in torch.int32, torch.int64:
+        starts = torch.tensor([0, 15, 40], dtype=dtype, device=device)
+        q, k, v = (torch.randn(n, 2, 16, device=device, requires_grad=True) for n in (43, 60, 60))
+        found = []
+        for given in (starts,), (starts, starts.clone()):
+            o = fw.varlen_attention(q, k, v, *given, **options)
+            found.append((o, *torch.autograd.grad(o.square().sum(), (q, k, v))))
+        assert all(map(torch.equal, *found))
+        assert not found[0][0][40:].any() and not found[0][2][40:].any() and found[0][0][:40].all()
+        torch.testing.assert_close(found[0][0][:40], fw.varlen_attention(q[:40], k[:40], v[:40], starts, **options))
 
 
 @pytest.mark.parametrize("block", ["64", 64.0, None])

@@ -416,8 +416,6 @@ def _varlen(
     _shapes.check_starts(op, operand("cu_q", cu_q))
     if cu_k is not None:
         _shapes.check_starts(op, operand("cu_k", cu_k), operand("cu_q", cu_q))
-    else:
-        _shapes.check_same_tokens(op, q.shape[0], k.shape[0])
     starts = [_narrow(x) for x in (cu_q, cu_q if cu_k is None else cu_k)]
     p = _Dynamic("documents", "", sizes, _scale(q, scale), default_precision())
     o, lse = _attention(p, *(x.swapaxes(0, 1)[None] for x in (q, k, v)), *starts)

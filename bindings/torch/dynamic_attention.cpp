@@ -79,7 +79,19 @@ struct Options {
   fretwork::AttentionOptions options;
 };
 
-/// Documents are packed: (T, H, D), and (H, T) of statistics, which the core takes as one batch element.
+/// Documents are packed, (T, H, D): the core takes four dimensions.
+void check_packed(const Tensor& q, const Tensor& k, const Tensor& v) {
+  const std::tuple<const char*, const Tensor&, const char*> all[] = {{"q", q, "3 dimensions (Tq, Hq, D)"},
+                                                                     {"k", k, "3 dimensions (Tk, Hk, D)"},
+                                                                     {"v", v, "3 dimensions (Tk, Hk, Dv)"}};
+  for (const auto& [argument, x, sizes] : all) {
+    if (x.dim() != 3) {
+      throw fretwork::Error("varlen_attention", argument, sizes, std::to_string(x.dim()));
+    }
+  }
+}
+
+/// The same, and statistics (H, T), as one batch element.
 template <typename View>
 View in_batch(View x, bool packed) {
   if (!packed) {
@@ -110,6 +122,9 @@ void dynamic_attention(StableIValue* stack, std::uint64_t, std::uint64_t) {
 
   const Options options(kOp, features, q);
   const bool packed = features.cu_q.has_value();
+  if (packed) {
+    check_packed(q, k, v);
+  }
   const fretwork::ConstTensorView queries = in_batch(view(kOp, "q", q), packed),
                                   keys = in_batch(view(kOp, "k", k), packed),
                                   values = in_batch(view(kOp, "v", v), packed);
@@ -146,6 +161,9 @@ void dynamic_attention_backward(StableIValue* stack, std::uint64_t, std::uint64_
   Call call(q);
   call.context().precision = precision_named(kOp, features.precision.view());
   const bool packed = features.cu_q.has_value();
+  if (packed) {
+    check_packed(q, k, v);
+  }
   const auto seen = [&](const char* argument, const auto& tensor) {
     return in_batch(view(kOp, argument, tensor), packed);
   };

@@ -13,7 +13,8 @@
 
 namespace fretwork {
 
-/// Which keys a query sees, as the device has it. Exactly one of four forms is given.
+/// Which keys a query sees, as the device has it. Exactly one of four forms is given, with what belongs to it alone:
+/// `causal` to selections and documents, `left` and `right` to documents.
 struct DeviceKeys {
   /// Blocks of `block_rows` queries and `block_cols` keys (16, 32, 64 or 128 each), R × C of them: a bool mask
   /// (B|1, Hq|Hk|1, R, C); or lists, i32: `counts` (B|1, Hq|Hk|1, R) and `indices` (B|1, Hq|Hk|1, R, N). Entries from

@@ -306,11 +306,22 @@ def check_attention(
     softcap: float,
     dropout_p: float,
 ) -> None:
-    """q, k and v; patterns; of bias, slopes, key_padding_mask and sinks those that are there, by their names."""
+    """q, k and v; patterns; extras as `check_extras` has them."""
     op = "attention"
     batch, heads, rows, cols = check_qkv(op, operands)
-    q = operands[0]
     check_patterns(op, patterns, batch, heads, rows, cols)
+    check_extras(op, extras, operands[0], (batch, heads, rows, cols))
+    if scale is not None and not math.isfinite(scale):
+        fail(op, "scale", "a finite number", scale)
+    if not 0 <= softcap < float("inf"):
+        fail(op, "softcap", "0 (none) or a positive number", softcap)
+    if not 0 <= dropout_p <= 1:
+        fail(op, "dropout_p", "0 to 1", dropout_p)
+
+
+def check_extras(op: str, extras: Sequence[Operand], q: Operand, sizes: tuple[int, int, int, int]) -> None:
+    """Of bias, slopes, key_padding_mask and sinks those that are there, by their names."""
+    batch, heads, _, cols = sizes
     for x in extras:
         if x.name == "slopes":
             check_slopes(op, x.shape, heads)
@@ -322,14 +333,8 @@ def check_attention(
         elif x.name == "sinks":
             check_sinks(op, x, q)
         else:
-            _check_bias(op, x, q, (batch, heads, rows, cols))
+            _check_bias(op, x, q, sizes)
         _check_device(op, x, q)
-    if scale is not None and not math.isfinite(scale):
-        fail(op, "scale", "a finite number", scale)
-    if not 0 <= softcap < float("inf"):
-        fail(op, "softcap", "0 (none) or a positive number", softcap)
-    if not 0 <= dropout_p <= 1:
-        fail(op, "dropout_p", "0 to 1", dropout_p)
 
 
 def check_slopes(op: str, shape: Shape, heads: int) -> None:
@@ -458,19 +463,19 @@ def check_patterns(op: str, patterns: Sequence[Pattern], batch: int, heads: int,
 _SIDES = (16, 32, 64, 128)
 
 
-def check_side(op: str, block: Any) -> int:
+def check_side(op: str, block: Any, kind: type[Exception] = RuntimeError) -> int:
     side = block if type(block) is int else whole_number(op, "block", block)
     if side not in _SIDES:
-        fail(op, "block", "16, 32, 64 or 128", side)
+        fail(op, "block", "16, 32, 64 or 128", side, kind)
     return side
 
 
-def check_sides(op: str, block: Any) -> tuple[int, int]:
+def check_sides(op: str, block: Any, kind: type[Exception] = RuntimeError) -> tuple[int, int]:
     """Of queries and of keys."""
     if isinstance(block, (tuple, list)) and len(block) != 2:
-        fail(op, "block", "one or a pair of 16, 32, 64 or 128", block)
+        fail(op, "block", "one or a pair of 16, 32, 64 or 128", block, kind)
     rows, cols = block if isinstance(block, (tuple, list)) else (block, block)
-    return check_side(op, rows), check_side(op, cols)
+    return check_side(op, rows, kind), check_side(op, cols, kind)
 
 
 def check_no_block(op: str, block: Any) -> None:
@@ -550,6 +555,7 @@ def check_selected(op: str, operands: Sequence[Operand], indices: Operand) -> No
         fail(op, "indices", "int32", indices.dtype)
     if len(indices.shape) != 4 or tuple(indices.shape[:3]) != (batch, kv_heads, rows):
         fail(op, "indices", f"({batch}, {kv_heads}, {rows}, T)", tuple(indices.shape))
+    _check_device(op, indices, operands[0])
 
 
 def check_packed(op: str, operands: Sequence[Operand]) -> None:
@@ -579,12 +585,6 @@ def check_starts(op: str, cu: Operand, like: Operand | None = None) -> None:
         fail(op, cu.name, "one dimension and at least one entry", tuple(cu.shape))
     if like is not None and tuple(cu.shape) != tuple(like.shape):
         fail(op, cu.name, f"shape {tuple(like.shape)} like cu_q", tuple(cu.shape))
-
-
-def check_same_tokens(op: str, queries: int, keys: int) -> None:
-    """Packed documents whose keys begin where their queries do."""
-    if queries != keys:
-        fail(op, "cu_k", f"where the documents of {keys} keys begin, beside {queries} queries", "none")
 
 
 def check_window(op: str, window: Any) -> tuple[int, int]:

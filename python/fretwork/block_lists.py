@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fretwork._checks import flag, refuse, whole_number
 from fretwork._shapes import check_sides, check_top_k
-from fretwork._torch.arguments import check_tensor, dtype_name
+from fretwork._torch.arguments import autocasts, check_tensor, dtype_name
 from fretwork._torch.select_blocks import selected_blocks
 
 __all__ = ["BlockLists", "select_blocks"]
@@ -48,7 +48,8 @@ class BlockLists:
             refuse(op, "indices", f"({', '.join(map(str, counts.shape))}, N), as counts are", tuple(indices.shape))
         if indices.device != counts.device:
             refuse(op, "indices", f"a tensor on {counts.device} like counts", f"one on {indices.device}")
-        self.counts, self.indices, self.block = counts, indices, None if block is None else check_sides(op, block)
+        self.counts, self.indices = counts, indices
+        self.block = None if block is None else check_sides(op, block, ValueError)
 
     def __repr__(self) -> str:
         return f"BlockLists(counts={tuple(self.counts.shape)}, indices={tuple(self.indices.shape)})"
@@ -87,6 +88,8 @@ def select_blocks(
     top_k, first, last = (_number(op, name, n) for name, n in (("top_k", top_k), ("first", first), ("last", last)))
     check_top_k(op, top_k)
     causal = flag(op, "causal", causal)
+    if autocasts(q) and q.dtype != k.dtype and q.is_floating_point() and k.is_floating_point():
+        q, k = (x.to(torch.promote_types(q.dtype, k.dtype)) for x in (q, k))  # means are float32 in any case
     counts, indices = selected_blocks(q.detach(), k.detach(), top_k, *sides, causal, first, last)
     return BlockLists(counts, indices, sides)
 

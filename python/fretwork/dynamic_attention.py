@@ -16,7 +16,6 @@ from fretwork._shapes import (
     check_one_pattern,
     check_packed,
     check_qkv,
-    check_same_tokens,
     check_selected,
     check_side,
     check_sides,
@@ -34,7 +33,7 @@ from fretwork._torch.arguments import (
 )
 from fretwork._torch.differentiable import called_with_tensors
 from fretwork._torch.dynamic_attention import blocks_by_length_op, dynamic_attention_op, has_interval_rows
-from fretwork._torch.registration import operand
+from fretwork._torch.registration import as_autocast_has, operand
 from fretwork.block_lists import BlockLists
 from fretwork.patterns import Pattern
 
@@ -99,6 +98,7 @@ def selected_attention(
     op = "selected_attention"
     for name, x in {"q": q, "k": k, "v": v, "indices": indices}.items():
         check_tensor(op, name, x)
+    q, k, v = as_autocast_has(q, k, v)
     check_selected(op, [operand(n, x) for n, x in zip("qkv", (q, k, v), strict=True)], operand("indices", indices))
     sizes = (1, check_side(op, block), int(flag(op, "causal", causal)), -1, -1, -1, -1)
     check_sinks(op, sinks, q, q.shape[1])
@@ -178,7 +178,6 @@ def varlen_attention(
     plain = plain and type(window) is tuple and window == (None, None)
     ends = cu_q if cu_k is None else cu_k
     plain = plain and _checked_by_the_core(q, k, v, cu_q, ends) and cu_q.dtype is ends.dtype is torch.int32
-    plain = plain and (cu_k is not None or q.shape[:1] == k.shape[:1])
     if plain and _ascend(cu_q) and (ends is cu_q or _ascend(ends)):
         try:
             return _varlen_plainly(q, k, v, cu_q, ends, causal, return_lse)
@@ -186,12 +185,11 @@ def varlen_attention(
             pass  # the checks below say what is wrong
     for name, x in {"q": q, "k": k, "v": v, "cu_q": cu_q, **({} if cu_k is None else {"cu_k": cu_k})}.items():
         check_tensor(op, name, x)
+    q, k, v = as_autocast_has(q, k, v)
     check_packed(op, [operand(n, x) for n, x in zip("qkv", (q, k, v), strict=True)])
     starts = [_starts(op, operand("cu_q", cu_q), cu_q, q)]
     if cu_k is not None:
         starts.append(_starts(op, operand("cu_k", cu_k), cu_k, q, operand("cu_q", cu_q)))
-    else:
-        check_same_tokens(op, q.shape[0], k.shape[0])
     bounds = *check_window(op, window), _longest(op, "max_q", max_q), _longest(op, "max_k", max_k)
     sizes = (1, 1, int(flag(op, "causal", causal)), *bounds)
     check_sinks(op, sinks, q, q.shape[1])
@@ -282,6 +280,7 @@ def block_attention(
     sides = check_sides(op, block)
     texts = [patterns] if isinstance(patterns, str) else pattern_keys(patterns).split("\n")
     check_one_pattern(op, texts)
+    q, k, v = as_autocast_has(q, k, v)
     known = [operand(name, x) for name, x in zip("qkv", (q, k, v), strict=True)]
     _, _, rows, cols = check_qkv(op, known)
     if patterns and not isinstance(patterns, str):
@@ -353,4 +352,4 @@ def _longest(op: str, name: str, value: Any) -> int:
 
 def _ascend(cu: Tensor) -> bool:
     """Whether starts do, as far as the host knows: nothing is read from a GPU."""
-    return not cu.is_cpu or not bool((cu[1:] < cu[:-1]).any())
+    return not cu.is_cpu or cu.dim() != 1 or not bool((cu[1:] < cu[:-1]).any())

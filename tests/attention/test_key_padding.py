@@ -130,6 +130,28 @@ def test_nothing_padded_changes_nothing(device):
         assert torch.equal(fw.attention(*qkv, pattern, key_padding_mask=none), fw.attention(*qkv, pattern))
 
 
+@pytest.mark.parametrize("wanted", ["qkv", "qk", "k", "v", "kv"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_queries_whose_keys_are_all_padding(device, bad, wanted):
+    """They may hold anything, and so may the gradient of their results: no key gets any of it."""
+    if device.type != "cpu":
+        pytest.skip("about a CPU's kernels")
+    pattern, padding = P.causal(90), torch.arange(90) < torch.tensor([30, 0, 70])[:, None]
+    blind = (~(pattern.mask() & ~padding[:, None]).any(-1))[:, None, :, None]
+    for dtype in dtypes_of(device):
+        qkv = inputs(device, dtype, (90, 90))
+        up = torch.randn(3, 4, 90, 64).to(dtype)
+        for options in (dict(), dict(sinks=torch.randn(4)), dict(blocks=torch.ones(1, 4, 3, 3).bool(), block=32)):
+            found = []
+            for q, d_o in ((qkv[0], up), (qkv[0].masked_fill(blind, bad), up.masked_fill(blind, bad))):
+                given = {n: t.clone().requires_grad_(n in wanted) for n, t in zip("qkv", (q, *qkv[1:]), strict=True)}
+                o = fw.attention(*given.values(), pattern, key_padding_mask=padding, **options)
+                d_o = d_o if wanted != "qkv" else up  # then queries have gradients too
+                found.append([o, *torch.autograd.grad(o, [given[name] for name in wanted], d_o)])
+            for x, y in zip(*found, strict=True):
+                assert torch.equal(x, y)
+
+
 def tiles_of_padding(device, cols):
     """Whole tiles of 64 and of 128 keys at the start, in the middle, at the end, every other one; single keys at edges
     of tiles, hidden and seen. Kernels skip tiles with nothing seen, and mask those with some."""

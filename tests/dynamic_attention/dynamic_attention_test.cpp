@@ -176,6 +176,38 @@ TEST_F(SameDocuments, BadCalls) {
   EXPECT_EQ(error_of([&] { run(keys); }), "varlen_attention: window: expected 0 or more, got -2");
 }
 
+/// Nothing that is given may count for nothing.
+TEST_F(SameDocuments, KeysAreNamedInOneWay) {
+  DeviceKeys lists, documents;
+  lists.counts = counts_.view();
+  lists.indices = lists_.view();
+  lists.block_rows = lists.block_cols = kSide;
+  documents.cu_q = documents.cu_k = starts_.view();
+
+  DeviceKeys keys = lists;
+  keys.cu_q = starts_.view();
+  EXPECT_EQ(error_of([&] { run(keys); }),
+            "varlen_attention: keys: expected one of a mask, lists, a selection and documents, got 2 of them");
+  keys = lists;
+  keys.cu_k = starts_.view();
+  EXPECT_EQ(error_of([&] { run(keys); }),
+            "attention: keys: expected one of a mask, lists, a selection and documents, got 2 of them");
+  keys = {};
+  keys.cu_k = starts_.view();
+  EXPECT_EQ(error_of([&] { run(keys); }).substr(0, 25), "attention: cu_q: expected");
+  keys = lists;
+  keys.causal = true;
+  EXPECT_EQ(error_of([&] { run(keys); }), "attention: causal: expected a pattern that says so with blocks, got true");
+  keys = lists;
+  keys.left = 3;
+  EXPECT_EQ(error_of([&] { run(keys); }), "attention: window: expected none but with documents, got one");
+  Tensor out(DType::f32, {1, kHeads, kLength, kDepth});
+  EXPECT_EQ(error_of([&] {
+              dynamic_attention(q_.view, k_.view, v_.view, patterns::full(kLength), documents, out.view, {}, context_);
+            }),
+            "varlen_attention: pattern: expected none but with blocks, got one");
+}
+
 TEST(Intervals, PatternsWithOtherRowsAreRefused) {
   std::mt19937 random{3};
   Context context = Context::cpu();

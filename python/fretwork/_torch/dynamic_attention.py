@@ -37,7 +37,10 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         _shapes.check_packed(op, known)
         rows, heads, _ = q.shape
         return q.new_empty((rows, heads, v.shape[2])), q.new_empty((heads, rows), dtype=wide)
-    _shapes.check_qkv(op, known)
+    sizes = _shapes.check_qkv(op, known)
+    given = {"bias": rest[_BIAS - 3], "slopes": rest[_SLOPES - 3], "key_padding_mask": rest[_PADDING - 3]}
+    given["sinks"] = rest[_SINKS - 3]
+    _shapes.check_extras(op, [operand(name, t) for name, t in given.items() if t is not None], known[0], sizes)
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fretwork._library import library_path
 from fretwork._shapes import Operand
+from fretwork._torch.arguments import autocasts
 from fretwork.patterns.pattern import TRACED_AS_CONSTANTS, parsed
 
 torch.ops.load_library(str(library_path("fretwork_torch")))
@@ -56,6 +57,14 @@ def lowered(operand: Any, dtype: torch.dtype) -> Any:
     if operand is None or not operand.is_floating_point() or operand.dtype == torch.float64:
         return operand
     return operand.to(dtype)
+
+
+def as_autocast_has(*operands: Tensor) -> tuple[Tensor, ...]:
+    """The operands of an op, of which autocast, where it is on, makes one dtype: for checks that come before the op."""
+    if not autocasts(operands[0]):
+        return operands
+    dtype = torch.get_autocast_dtype(operands[0].device.type)
+    return tuple(lowered(t, dtype) for t in operands)
 
 
 @torch.library.register_fake("fretwork::_nothing")

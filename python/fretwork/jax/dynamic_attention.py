@@ -517,8 +517,6 @@ def varlen_attention(
         if cu_q is None:
             fail(op, "cu_q", "cu_q or segment_ids", "none", TypeError)
         starts = [array(op, "cu_q", _narrow(cu_q)), None if cu_k is None else array(op, "cu_k", _narrow(cu_k))]
-        if cu_k is None and arrays[0].ndim == arrays[1].ndim == 3:
-            _shapes.check_same_tokens(op, arrays[0].shape[0], arrays[1].shape[0])
     else:
         if cu_q is not None or cu_k is not None:
             fail(op, "segment_ids", "either them or cu_q and cu_k", "both")

@@ -131,8 +131,9 @@ void check_documents(const char* op, const DeviceKeys& given, const attention_op
     }
     return x.value_or(none);
   };
-  keys.left = bound("window", given.left, -1);
-  keys.right = bound("window", given.right, -1);
+  const std::int64_t far = p.rows + p.cols;  // no key is farther from a query; sums with larger bounds have no room
+  keys.left = std::min(bound("window", given.left, -1), far);
+  keys.right = std::min(bound("window", given.right, -1), far);
   if (given.causal) {
     keys.right = 0;
   }
@@ -143,11 +144,36 @@ void check_documents(const char* op, const DeviceKeys& given, const attention_op
 /// Selections and documents have no pattern but what their flags say.
 PatternPtr pattern_for(Form form, const PatternPtr& pattern, const DeviceKeys& keys, const ConstTensorView& q,
                        const ConstTensorView& k) {
-  if (pattern != nullptr && (form == Form::mask || form == Form::lists)) {
+  if (pattern != nullptr) {
     return pattern;
   }
   const patterns::Seq seq{q.size(2), k.size(2)};
   return form == Form::selected && keys.causal ? PatternPtr(patterns::causal(seq)) : PatternPtr(patterns::full(seq));
+}
+
+/// That keys are named in one way.
+void check_form(const char* op, Form form, const PatternPtr& pattern, const DeviceKeys& keys) {
+  const bool lists = keys.counts.has_value() || keys.indices.has_value();
+  const bool documents = keys.cu_q.has_value() || keys.cu_k.has_value();
+  const int forms =
+      (keys.mask.has_value() ? 1 : 0) + (lists ? 1 : 0) + (keys.selected.has_value() ? 1 : 0) + (documents ? 1 : 0);
+  if (forms > 1) {
+    throw Error(op, "keys", "one of a mask, lists, a selection and documents", std::to_string(forms) + " of them");
+  }
+  if (keys.cu_k.has_value() && !keys.cu_q.has_value()) {
+    throw Error(op, "cu_q", "where the documents of queries begin, beside cu_k", "none");
+  }
+  const auto refuse = [&](const char* argument, const char* expected, bool given) {
+    if (given) {
+      throw Error(op, argument, expected, "one");
+    }
+  };
+  const bool blocks = form == Form::mask || form == Form::lists;
+  refuse("pattern", "none but with blocks", pattern != nullptr && !blocks);
+  refuse("window", "none but with documents", (keys.left || keys.right) && form != Form::documents);
+  if (keys.causal && blocks) {
+    throw Error(op, "causal", "a pattern that says so with blocks", "true");
+  }
 }
 
 /// What the kernels would not look at.
@@ -170,6 +196,7 @@ Problem check(const ConstTensorView& q, const ConstTensorView& k, const ConstTen
               Context& context, const AttentionOptions& options) {
   const Form form = form_of(keys);
   const char* const op = op_of(form);
+  check_form(op, form, pattern, keys);
   check_options(op, form, options);
   const PatternPtr used = pattern_for(form, pattern, keys, q, k);
   Problem p{attention_op::check_call(op, q, k, v, std::span(&used, 1), out, lse, context, options), {}};

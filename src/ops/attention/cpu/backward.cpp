@@ -376,7 +376,7 @@ class Backward {
       Layers& layers = all.emplace_back(set);
       layers.whole = ends_whole(components);
       for (const Component* component : components) {
-        layers.layers.emplace_back(p_, *set.thing, *component, transposed, machine_);
+        layers.layers.emplace_back(p_, *set.thing, *component, transposed, machine_, gradients_.lse());
         places = std::max(places, layers.layers.back().columns.places());
       }
     }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <limits>
 
 namespace fretwork::attention_op::cpu {
 namespace {
@@ -447,8 +448,10 @@ SeenColumns::SeenColumns(const Problem& problem, std::span<const std::int64_t> t
 }
 
 template <typename Acc>
-Columns<Acc>::Columns(const Problem& problem, const Plan& plan, const Component& component, bool transposed)
-    : component_(component),
+Columns<Acc>::Columns(const Problem& problem, const Plan& plan, const Component& component, bool transposed,
+                      const Acc* lse)
+    : p_(problem),
+      component_(component),
       side_(plan.shape.cols),
       tokens_(component.col_tiles.size() * static_cast<std::size_t>(side_)) {
   const auto& tiles = component.col_tiles;
@@ -465,6 +468,20 @@ Columns<Acc>::Columns(const Problem& problem, const Plan& plan, const Component&
   if (problem.padding.data != nullptr && !transposed) {
     seen_ = SeenColumns(problem, tokens_, side_);
   }
+  if (transposed && std::any_of(lse, lse + problem.batch * problem.heads * problem.rows,
+                                [](Acc x) { return x == std::numeric_limits<Acc>::infinity(); })) {
+    lse_ = lse;
+  }
+}
+
+template <typename Acc>
+bool Columns<Acc>::hidden(Head head, std::int64_t tile, std::int64_t n) const {
+  if (seen_.any(head.batch, tile) && (seen_.words(head.batch, tile)[n / 32] >> n % 32 & 1) == 0) {
+    return true;
+  }
+  const std::int64_t token = tokens_[static_cast<std::size_t>(tile * side_ + n)];
+  return lse_ != nullptr && token >= 0 &&
+         lse_[(head.batch * p_.heads + head.head) * p_.rows + token] == std::numeric_limits<Acc>::infinity();
 }
 
 template <typename Acc>
@@ -487,15 +504,17 @@ void Columns<Acc>::pack(const Machine<Acc>& machine, DType dtype, Head head, std
   // Rows at even distances are read where they are. Nobody looks at places that are not inside.
   simd::Place place{row_of(from, dtype, head, of.base), order.stride[2] * from.row, from.col};
   std::int64_t count = of.count[2];
-  const bool hides = seen_.any(head.batch, tile);
+  bool hides = seen_.any(head.batch, tile);
+  for (std::int64_t n = 0; lse_ != nullptr && !hides && n < side_; ++n) {
+    hides = hidden(head, tile, n);
+  }
   if (hides || of.used >= 0 || of.count[0] * of.count[1] != 1 || size_of(dtype) != sizeof(Acc)) {
     Acc* const wide = need<Acc>(thread_buffers().wide, side_ * depth);
     std::span<const std::int64_t> tokens(tokens_.data() + first, static_cast<std::size_t>(side_));
     std::array<std::int64_t, 256> some;
     if (hides) {
-      const std::uint32_t* const words = seen_.words(head.batch, tile);
       for (std::size_t n = 0; n < tokens.size(); ++n) {
-        some[n] = (words[n / 32] >> n % 32 & 1) != 0 ? tokens[n] : -1;
+        some[n] = hidden(head, tile, static_cast<std::int64_t>(n)) ? -1 : tokens[n];
       }
       tokens = std::span(some).first(tokens.size());
     }

@@ -245,7 +245,9 @@ class SeenColumns {
 template <typename Acc>
 class Columns {
  public:
-  Columns(const Problem& problem, const Plan& plan, const Component& component, bool transposed);
+  /// `lse`, given where columns are queries, is that of all rows, +inf for one that sees no key: such a query is packed
+  /// as zeros, whatever it holds, also where the plan has keys for it that padding hides.
+  Columns(const Problem& problem, const Plan& plan, const Component& component, bool transposed, const Acc* lse);
   const SeenColumns& seen() const { return seen_; }
   std::int64_t places() const { return static_cast<std::int64_t>(tokens_.size()); }
   const std::int64_t* tokens() const { return tokens_.data(); }
@@ -260,7 +262,7 @@ class Columns {
   /// Whether an operand's lines are read where they are: places follow one another at even distances and all are used,
   /// and their rows are whole vectors of the sums' type.
   bool in_place(const Operand& from, DType dtype, const Split& split) const {
-    return !seen_.any() && step_ * from.row != 0 && from.col == 1 && size_of(dtype) == sizeof(Acc) &&
+    return !seen_.any() && lse_ == nullptr && step_ * from.row != 0 && from.col == 1 && size_of(dtype) == sizeof(Acc) &&
            split.padded() == split.depth();
   }
   Lines<Acc> lines(const Packed& packed, DType dtype, Head head, std::int64_t h) const;
@@ -269,9 +271,14 @@ class Columns {
             const Packed& packed) const;
 
  private:
+  /// Whether a place of a tile has nothing to pack.
+  bool hidden(Head head, std::int64_t tile, std::int64_t n) const;
+
+  const Problem& p_;
   const Component& component_;
   std::int64_t side_;
-  std::int64_t step_ = 0;  ///< from the token of one place to that of the next, if it is the same for all
+  const Acc* lse_ = nullptr;  ///< where some query sees no key
+  std::int64_t step_ = 0;     ///< from the token of one place to that of the next, if it is the same for all
   std::vector<std::int64_t> tokens_;
   SeenColumns seen_;
 };
@@ -317,10 +324,11 @@ struct Layer {
   Columns<Acc> columns;
   Scores<Acc> scores;
 
-  Layer(const Problem& problem, const Plan& of, const Component& this_one, bool transposed, const Machine<Acc>& machine)
+  Layer(const Problem& problem, const Plan& of, const Component& this_one, bool transposed, const Machine<Acc>& machine,
+        const Acc* lse = nullptr)
       : plan(of),
         component(this_one),
-        columns(problem, of, this_one, transposed),
+        columns(problem, of, this_one, transposed, lse),
         scores(problem, of, columns, transposed, machine) {}
   Layer(const Layer&) = delete;
 };

@@ -128,8 +128,8 @@ def sparsify(model: nn.Module, plan: Mapping[str, Recipe | None], calibration: I
     if calls is not None:
         errors = output_errors(model, {m: layers[m].to_dense for m in linears}, calls)  # type: ignore[misc]
     rows = _rows(names, chosen, layers, errors)
-    put(model, layers)
     _save_with_structure(model)
+    put(model, layers)
     return Report(tuple(rows), calls is not None)
 
 

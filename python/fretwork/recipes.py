@@ -351,6 +351,8 @@ def _unfit(linear: nn.Linear) -> str | None:
         return f"expected a weight and a bias alone, got {more[0]} beside them; the new layer would lose it"
     if not isinstance(weight, nn.Parameter) or type(weight.data) is not Tensor or weight.layout != torch.strided:
         return f"weight: expected a plain dense parameter, got {type(weight.data).__name__} of {weight.layout}"
+    if weight.shape != (shape := (linear.out_features, linear.in_features)):
+        return f"weight: expected {shape} as the layer says, got {tuple(weight.shape)}"
     if weight.is_meta:
         return "weight: expected one with data, got one on meta; fw.restructure works there"
     if weight.dtype not in FLOATING or (weight.dtype == torch.float64 and not weight.is_cpu):

@@ -124,6 +124,13 @@ def filled(value):
     return model
 
 
+def with_other_shape():
+    """As pruning rows by hand leaves it."""
+    model = mlp()
+    model[1].weight = nn.Parameter(model[1].weight[:40].detach())
+    return model
+
+
 def with_more(kind):
     model = mlp()
     if kind == "buffer":
@@ -138,6 +145,7 @@ def with_more(kind):
 @pytest.mark.parametrize(
     "model, message",
     [
+        (with_other_shape, r"weight: expected \(48, 64\) as the layer says, got \(40, 64\)"),
         (lambda: with_more("buffer"), "a weight and a bias alone, got steps"),
         (lambda: with_more("parameter"), "a weight and a bias alone, got gain"),
         (lambda: with_more("module"), "a weight and a bias alone, got inside"),

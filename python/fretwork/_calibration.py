@@ -57,6 +57,7 @@ def _watch(
 
     def before(linear: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x: Tensor = (args[0] if args else kwargs["input"]).detach()
+        x = torch.cat(x.unbind()) if x.is_nested else x  # as torch's encoder packs padded batches
         x = x.reshape(-1, x.shape[-1])
         with torch.autocast(x.device.type, enabled=False):
             see(linear, x if x.dtype == torch.float64 else x.float())  # type: ignore[arg-type]
@@ -77,7 +78,7 @@ def feature_norms(model: nn.Module, linears: Sequence[nn.Linear], calls: Iterabl
 
     def add(linear: nn.Linear, x: Tensor) -> None:
         if len(x):
-            found = x.square().sum(0, dtype=torch.float64)
+            found = torch.linalg.vector_norm(x, dim=0, dtype=torch.float64).square()
             squares[linear] = squares[linear] + found if linear in squares else found
 
     _watch(model, linears, calls, add)
@@ -93,7 +94,8 @@ def output_errors(
     def add(linear: nn.Linear, x: Tensor) -> None:
         if len(x):
             own, other = (w.detach().to(x.dtype) for w in (linear.weight, weights[linear]()))
-            found = torch.stack([(x @ w.T).square().sum(dtype=torch.float64) for w in (own - other, own)])
+            outputs = (x @ w.T for w in (own - other, own))
+            found = torch.stack([torch.linalg.vector_norm(y, dtype=torch.float64).square() for y in outputs])
             sums[linear] = sums[linear] + found if linear in sums else found
 
     _watch(model, list(weights), calls, add)

@@ -18,10 +18,18 @@ def all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def put(model: nn.Module, layers: Mapping[Any, nn.Module]) -> None:
-    """Puts each layer where its key is, under every name."""
+    """Puts each layer where its key is, under every name.
+
+    A `torch.nn.TransformerEncoder` around it packs padded batches no more: it would read `weight` of its own linear
+    layers for that, and layers in their places take no nested tensors.
+    """
     for module, names in all_names(model).items():
         for name in names if module in layers else ():
             model.set_submodule(name, layers[module])
+    linears = {layer for module, layer in layers.items() if isinstance(module, nn.Linear)}
+    for encoder in model.modules():
+        if isinstance(encoder, nn.TransformerEncoder) and not linears.isdisjoint(encoder.modules()):
+            encoder.use_nested_tensor = False
 
 
 def sharing(layer: nn.Module, bias: nn.Parameter | None) -> nn.Module:

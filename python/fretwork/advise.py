@@ -92,7 +92,7 @@ def advise(
     out_features: int,
     rows: int = 16,
     dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | str | None = None,
+    device: torch.device | str | int | None = None,
     training: bool = False,
     kinds: Iterable[str] | None = None,
 ) -> Advice:
@@ -115,14 +115,17 @@ def advise(
     for name, size in zip(names, sizes, strict=True):
         if size < 1:
             refuse(_OP, name, "1 or more", size)
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if where.type not in ("cpu", "cuda"):
-        refuse(_OP, "device", "a CPU or a CUDA GPU", where)
+    where = _checked_device(device)
     if not isinstance(dtype, torch.dtype) or dtype not in FLOATING or (dtype == torch.float64 and where.type != "cpu"):
         got = dtype_name(dtype) if isinstance(dtype, torch.dtype) else repr(dtype)
         refuse(_OP, "dtype", "float32, float16, bfloat16, or float64 on a CPU", got, TypeError)
     training = flag(_OP, "training", training)
-    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(_gpus(where)):
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(where.type, enabled=False),
+        torch.random.fork_rng(_gpus(where)),
+    ):
         torch.manual_seed(0)
         dense = nn.Linear(sizes[0], sizes[1], bias=False, device=where, dtype=dtype)
         x = torch.randn(sizes[2], sizes[0], device=where, dtype=dtype)
@@ -136,6 +139,18 @@ def advise(
     problem = f"{sizes[2]} row{'s' * (sizes[2] > 1)} of {sizes[0]} → {sizes[1]} in {dtype_name(dtype)}"
     passes = "forward and backward" if training else "forward"
     return Advice(tuple(sorted(found, key=lambda row: row.ms)), f"For {problem} on {_machine(where)}, {passes}")
+
+
+def _checked_device(device: torch.device | str | int | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        where = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError):
+        refuse(_OP, "device", "a CPU or a CUDA GPU", repr(device))
+    if where.type not in ("cpu", "cuda") or (where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count()):
+        refuse(_OP, "device", "a CPU or a CUDA GPU of this machine", where)
+    return where
 
 
 def _gpus(device: torch.device) -> list[int]:

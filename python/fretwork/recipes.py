@@ -9,6 +9,7 @@ Monarch(p=32, q=None)
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -164,10 +165,11 @@ class Block(_OfLinear):
     def _best_blocks(self, weight: Tensor, norms: Tensor | None) -> Tensor:
         """The mask of blocks to keep, on the CPU."""
         rows, cols = self.block_shape
-        squares = _wide(weight.detach()).square().unflatten(0, (-1, rows)).sum(1, dtype=torch.float64)
+        strips = _wide(weight.detach()).unflatten(0, (-1, rows))
+        scores = torch.linalg.vector_norm(strips, dim=1, dtype=torch.float64)
         if norms is not None:
-            squares *= norms.square()
-        scores = squares.unflatten(1, (-1, cols)).sum(2).cpu()
+            scores *= norms
+        scores = torch.linalg.vector_norm(scores.unflatten(1, (-1, cols)), dim=2).cpu()
         count = max(math.ceil(self.density * scores.numel()), len(scores))
         scores.scatter_(1, scores.argmax(1, keepdim=True), math.inf)
         order = scores.flatten().argsort(descending=True, stable=True)
@@ -339,11 +341,18 @@ def altered(module: nn.Module) -> str | None:
 
 def _unfit(linear: nn.Linear) -> str | None:
     """Why no recipe takes this layer."""
+    weight = linear.weight
+    if isinstance(weight, nn.UninitializedParameter):
+        return "weight: expected one with data, got an uninitialized one; run the model once before"
     if (reason := altered(linear)) is not None:
         return reason
-    weight = linear.weight
+    named = itertools.chain(linear.named_parameters(), linear.named_buffers(), linear.named_children())
+    if more := [name for name, _ in named if name not in ("weight", "bias")]:
+        return f"expected a weight and a bias alone, got {more[0]} beside them; the new layer would lose it"
     if not isinstance(weight, nn.Parameter) or type(weight.data) is not Tensor or weight.layout != torch.strided:
         return f"weight: expected a plain dense parameter, got {type(weight.data).__name__} of {weight.layout}"
+    if weight.shape != (shape := (linear.out_features, linear.in_features)):
+        return f"weight: expected {shape} as the layer says, got {tuple(weight.shape)}"
     if weight.is_meta:
         return "weight: expected one with data, got one on meta; fw.restructure works there"
     if weight.dtype not in FLOATING or (weight.dtype == torch.float64 and not weight.is_cpu):

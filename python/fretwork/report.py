@@ -17,7 +17,6 @@ import argparse
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 from fretwork._library import program_path
 
@@ -27,7 +26,7 @@ __all__ = ["write"]
 def write(report: str | os.PathLike[str], html: str | os.PathLike[str] | None = None) -> str:
     """Writes the page of a report's JSON file, beside it unless `html` names another place, and returns its name."""
     source = os.fspath(report)
-    page = os.fspath(html) if html is not None else str(Path(source).with_suffix(".html"))
+    page = os.fspath(html) if html is not None else source.removesuffix(".json") + ".html"
     done = subprocess.run([program_path(), "report", source, "--html", page], capture_output=True, text=True)
     if done.returncode != 0:
         raise ValueError(done.stderr.strip().removeprefix("fretwork: "))

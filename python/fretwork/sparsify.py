@@ -128,8 +128,8 @@ def sparsify(model: nn.Module, plan: Mapping[str, Recipe | None], calibration: I
     if calls is not None:
         errors = output_errors(model, {m: layers[m].to_dense for m in linears}, calls)  # type: ignore[misc]
     rows = _rows(names, chosen, layers, errors)
-    put(model, layers)
     _save_with_structure(model)
+    put(model, layers)
     return Report(tuple(rows), calls is not None)
 
 
@@ -162,7 +162,9 @@ def _chosen(names: dict[nn.Module, list[str]], plan: dict[str, Recipe | None]) -
     for glob in plan:
         if glob in unused:
             what = "module" if plan[glob] is None else f"layer that {plan[glob]} is for"
-            refuse(_OP, f"plan[{glob!r}]", f"a glob that matches the name of a {what}", "none")
+            others = ((name, m) for m, own in names.items() for name in own if name and fnmatchcase(name, glob))
+            got = next((f"{name}, a {type(m).__name__}" for name, m in others), "none")
+            refuse(_OP, f"plan[{glob!r}]", f"a glob that matches the name of a {what}", got)
     if (recipe := chosen.get(next(iter(names)))) is not None:
         refuse(_OP, "model", "a module that holds the layers to replace", f"one that {recipe} is for itself")
     return chosen

@@ -86,6 +86,9 @@ def restructure(dense_model: _Model, structure: Mapping[str, Any]) -> _Model:
                 layers[module] = _like(name, module, entry, of_weight)
             if (got := _told(name, layers[module])) != entry:
                 _differs(name, entry, got)
+    if dense_model in layers:
+        kind = type(dense_model).__name__
+        refuse("restructure", "dense_model", "a module that holds the layers", f"a {kind} itself")
     put(dense_model, layers)
     return dense_model
 
@@ -188,11 +191,11 @@ def _layers_of(structure: object) -> dict[str, dict[str, Any]]:
     if not isinstance(structure, Mapping) or not isinstance(structure.get("layers"), Mapping):
         refuse("restructure", "structure", "a dict that fw.structure made", repr(structure)[:100], TypeError)
     if (version := structure.get("version")) != _VERSION:
-        refuse("restructure", "structure", f"version {_VERSION}", version)
+        refuse("restructure", "structure", f"version {_VERSION}", repr(version))
     for name, entry in structure["layers"].items():
-        if not isinstance(entry, Mapping) or entry.get("kind") not in _MAKERS:
-            got = entry.get("kind") if isinstance(entry, Mapping) else entry
-            refuse("restructure", f"structure: {name}: kind", " or ".join(_MAKERS), repr(got))
+        kind = entry.get("kind") if isinstance(entry, Mapping) else entry
+        if not isinstance(kind, str) or kind not in _MAKERS:
+            refuse("restructure", f"structure: {name}: kind", " or ".join(_MAKERS), repr(kind))
     return {name: dict(entry) for name, entry in structure["layers"].items()}
 
 
@@ -218,7 +221,9 @@ def _like(
         return layer.train(module.training)
     try:
         layer = of_weight[key] = make(module, entry)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except KeyError as missing:
+        refuse("restructure", f"structure: {name}", f"a value for {missing.args[0]}", "none")
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"restructure: {name}: {error}") from None
     for own, parameter in module.named_parameters():
         if own.endswith("bias") or dense is nn.MultiheadAttention:  # the very same ones, which others may share
@@ -229,8 +234,9 @@ def _like(
 
 def _two_four(linear: nn.Linear, entry: dict[str, Any]) -> nn.Module:
     how = {"trainable": entry["trainable"], "decay": entry["decay"]}
-    layer = SemiSparseLinear.from_dense(linear, entry["prune"] or "magnitude", **how)
-    layer.prune = entry["prune"]
+    prune = entry["prune"]  # None is for a weight that is 2:4, as the dense one here need not be
+    layer = SemiSparseLinear.from_dense(linear, "magnitude" if prune is None else prune, **how)
+    layer.prune = prune
     return layer
 
 

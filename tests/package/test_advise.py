@@ -82,13 +82,32 @@ def test_sizes_that_nothing_fits():
         ({"rows": 0}, "rows: expected 1 or more, got 0"),
         ({"in_features": 2.5}, "in_features: expected an int, got 2.5"),
         ({"dtype": "bf16"}, "dtype: expected float32, .* got 'bf16'"),
-        ({"device": "meta"}, "device: expected a CPU or a CUDA GPU, got meta"),
+        ({"device": "meta"}, "device: expected a CPU or a CUDA GPU of this machine, got meta"),
+        ({"device": "nowhere"}, "device: expected a CPU or a CUDA GPU, got 'nowhere'"),
+        ({"device": 99}, "device: expected a CPU or a CUDA GPU of this machine, got cuda:99"),
         ({"training": 2}, "training: expected True or False"),
     ],
 )
 def test_refuses(bad, message):
     with pytest.raises((ValueError, TypeError), match=f"advise: {message}"):
         fw.advise(**({"in_features": 64, "out_features": 64, "rows": 4, "dtype": torch.float32, "device": "cpu"} | bad))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_first_gpu_is_not_the_cpu():
+    with pytest.raises(ValueError, match="device: expected a CPU or a CUDA GPU of this machine, got cuda:0"):
+        fw.advise(64, 64, 4, torch.float32, device=0)
+
+
+def test_under_autocast():
+    """The layers run in the dtype that was asked for."""
+    seen = set()
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.add(out.dtype)),
+    ):
+        fw.advise(64, 64, 4, torch.float32, "cpu", kinds=["two_four"])
+    assert seen == {torch.float32}
 
 
 def test_a_wrong_layer_is_no_advice(monkeypatch):

@@ -195,12 +195,26 @@ def test_load_refuses(tmp_path):
             "read: down: from_bitmask: bitmask: expected two bits",
         ),
         ({f"side.{name}": t for name, t in parts.items()}, "load: path: expected weights .* side of"),
+        ({"down.bias": torch.zeros(64)}, r"load: path: .* others for \['down.bias'\]"),
+        ({"up.bias": torch.zeros(63)}, r"load: path: up.bias: expected \(64,\), got \(63,\)"),
     ]:
         tensors = {name: t for name, t in (good | change).items() if t is not None}
         save_file({name: t.clone() for name, t in tensors.items()}, tmp_path / "model.safetensors")
         with pytest.raises(ValueError, match=message):
             ct.load(model, tmp_path)
         assert model.down is before
+    save_file({name: t.clone() for name, t in good.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(TypeError, match=r"read: dtype: expected float64, .* got torch.int8"):
+        ct.load(model, tmp_path, torch.int8)
+    with pytest.raises(ValueError, match="load: model: expected one with data, got one on meta"):
+        ct.load(Net().to("meta"), tmp_path)
+    before.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"load: down: expected a module without hooks"):
+        ct.load(model, tmp_path)
+    assert model.down is before
+    model = Net().eval().requires_grad_(False)
+    ct.load(model, tmp_path)
+    assert not model.down.training and not any(p.requires_grad for p in model.parameters())
     for path in (tmp_path / "none", tmp_path / "none.safetensors"):
         with pytest.raises(ValueError, match="read: path: expected a safetensors file"):
             ct.read(path)

@@ -181,6 +181,7 @@ def test_report_as_a_command(tmp_path):
         expected = f"fretwork.report: {name}: expected the JSON of fw.sparsify's report, got something else\n"
         assert (done.returncode, done.stderr) == (1, expected)
     assert "gone.json: cannot be read: No such file" in call("gone.json").stderr
+    assert call(".").stderr == "fretwork.report: .: cannot be read: Is a directory\n"
     assert "nowhere/x.html: cannot be written" in call("model.json", "--html", "nowhere/x.html").stderr
 
 

@@ -68,6 +68,34 @@ def test_a_base_model_of_a_saved_one_and_the_reverse(tmp_path):
     assert type(whole.lm_head) is torch.nn.Linear
 
 
+def test_another_head(tmp_path):
+    """transformers names the weights of the old one in its report; its structure is of no use, either."""
+    model, ids = llama(), torch.randint(96, (2, 7))
+    fw.sparsify(model, {**PLAN, "lm_head": recipes.Block(32, 0.5)})
+    model.save_pretrained(tmp_path)
+    other = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(other.model(ids).last_hidden_state, model.model(ids).last_hidden_state)
+
+
+@pytest.mark.parametrize("recipe", [recipes.TwoFour(), recipes.Block(16, 0.5), recipes.Monarch(8)], ids=str)
+def test_models_that_look_at_the_weights_of_their_layers(tmp_path, recipe):
+    """T5 initializes those of its attention itself, and asks for the dtype of one in every call."""
+    sizes = {"vocab_size": 96, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 1, "num_heads": 4}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
+    model, ids = transformers.T5ForConditionalGeneration(config).eval(), torch.randint(96, (2, 7))
+    fw.sparsify(model, {"lm_head": None, "*": recipe})
+    model.save_pretrained(tmp_path)
+    loaded = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path)
+    assert [n for n, _ in loaded.named_parameters()] == [n for n, _ in model.named_parameters()]
+    for name, layer in model.named_modules():
+        if type(layer).__module__.startswith("fretwork"):
+            assert loaded.get_submodule(name).weight is None or layer.weight is not None
+    with torch.no_grad():
+        want = model(input_ids=ids, decoder_input_ids=ids).logits
+        assert torch.equal(loaded(input_ids=ids, decoder_input_ids=ids).logits, want)
+
+
 class Own(transformers.PreTrainedModel):
     """A model whose class builds sparse layers, one of which no text holds."""
 

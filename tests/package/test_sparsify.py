@@ -33,6 +33,14 @@ class Tied(nn.Module):
         return self.head(self.again(self.up(self.embed(ids)).relu()))
 
 
+PLANS_OF_ENCODERS = {
+    "two_four": recipes.TwoFour(),
+    "two_four that learns densely": recipes.TwoFour(trainable="dense"),
+    "block": recipes.Block(16, 0.5),
+    "monarch": recipes.Monarch(8),
+}
+
+
 def mlp(device="cpu", dtype=F32, sizes=(32, 64, 48)):
     layers = [nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
     return nn.Sequential(*layers).to(device, dtype)
@@ -87,6 +95,7 @@ def test_none_keeps_what_is_inside_a_module():
             "sparsify: 0: block: in_features: expected",
         ),
         ({"*": recipes.Monarch(5)}, ValueError, "sparsify: 0: monarch: monarch: "),
+        ({"1": recipes.Attention(fw.patterns.full(8))}, ValueError, r"plan\['1'\]: .* is for, got 1, a Linear"),
     ],
 )
 def test_plans_that_are_refused(plan, kind, message):
@@ -115,9 +124,32 @@ def filled(value):
     return model
 
 
+def with_other_shape():
+    """As pruning rows by hand leaves it."""
+    model = mlp()
+    model[1].weight = nn.Parameter(model[1].weight[:40].detach())
+    return model
+
+
+def with_more(kind):
+    model = mlp()
+    if kind == "buffer":
+        model[1].register_buffer("steps", torch.zeros(1))
+    elif kind == "parameter":
+        model[1].gain = nn.Parameter(torch.ones(1))
+    else:
+        model[1].inside = nn.Linear(64, 4)
+    return model
+
+
 @pytest.mark.parametrize(
     "model, message",
     [
+        (with_other_shape, r"weight: expected \(48, 64\) as the layer says, got \(40, 64\)"),
+        (lambda: with_more("buffer"), "a weight and a bias alone, got steps"),
+        (lambda: with_more("parameter"), "a weight and a bias alone, got gain"),
+        (lambda: with_more("module"), "a weight and a bias alone, got inside"),
+        (lambda: nn.Sequential(mlp()[0], nn.LazyLinear(48)), "uninitialized"),
         (lambda: nn.Sequential(mlp()[0], parametrizations.weight_norm(mlp()[1])), "parametriz"),
         (with_hook, "hooks"),
         (pruned, "hooks|plain dense parameter"),
@@ -210,6 +242,18 @@ def test_block_keeps_at_least_one_block_of_each_row():
     model[0].weight.data[:16] *= 1e-3
     fw.sparsify(model, {"*": recipes.Block(16, 0.0)})
     assert model[0].layout.nnz == 4 and model[0].layout.mask().any(-1).all()
+
+
+@pytest.mark.parametrize("recipe", [recipes.TwoFour(), recipes.Block(8, 0.5), recipes.Monarch(4)], ids=str)
+@pytest.mark.parametrize("of_weight, of_input", [(2.0**-80, 1), (2.0**80, 1), (1, 2.0**-80), (1, 2.0**64)])
+def test_nothing_depends_on_the_size_of_weights_or_inputs(recipe, of_weight, of_input):
+    """Squares of such numbers leave float32."""
+    model, x = mlp(sizes=(32, 48)), torch.randn(20, 32) * torch.logspace(-1, 1, 32)
+    scaled = copy.deepcopy(model)
+    scaled[0].weight.data *= of_weight
+    (plain,) = fw.sparsify(model, {"*": recipe}, calibration=[x]).rows
+    (row,) = fw.sparsify(scaled, {"*": recipe}, calibration=[x * of_input]).rows
+    assert (row.error, row.output_error) == pytest.approx((plain.error, plain.output_error), rel=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, F32, torch.float16, BF16], ids=str)
@@ -324,6 +368,62 @@ def test_calibration_under_autocast_and_in_lists():
     assert lowered.to_json() == plain.to_json()
 
 
+# torch's encoder and attention
+
+
+@pytest.mark.parametrize("recipe", [*PLANS_OF_ENCODERS.values()], ids=[*PLANS_OF_ENCODERS])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("which", ["*", "layers.1.*"])
+def test_an_encoder_with_a_padding_mask(recipe, grad, which):
+    """torch's encoder packs padded batches into nested tensors at inference, if its layers are dense."""
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2).eval(), torch.randn(2, 8, 64)
+    dense, hidden = copy.deepcopy(model), torch.arange(8) >= torch.tensor([[8], [5]])
+    report = fw.sparsify(model, {which: recipe}, calibration=[{"src": x, "src_key_padding_mask": hidden}])
+    assert all(0 < row.output_error < 1 for row in report.rows)
+    twin = fw.restructure(copy.deepcopy(dense), fw.structure(model))
+    twin.load_state_dict(model.state_dict())
+    for name in [row.name for row in report.rows]:
+        dense.get_submodule(name).weight.data = model.get_submodule(name).to_dense().detach()
+    with torch.set_grad_enabled(grad):
+        want = dense(x, src_key_padding_mask=hidden)
+        for sparse in (model, twin, copy.deepcopy(model)):
+            got = sparse(x, src_key_padding_mask=hidden)
+            torch.testing.assert_close(got[~hidden], want[~hidden], rtol=1e-3, atol=1e-3)
+        assert fw.densify(model)(x, src_key_padding_mask=hidden).shape == x.shape
+
+
+def test_calibration_does_not_count_rows_of_padding_that_torch_packs_away():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 1).eval()
+    x, hidden = torch.randn(2, 8, 32), torch.arange(8) >= torch.tensor([[8], [5]])
+    twin = copy.deepcopy(model)
+    calls = [{"src": x, "src_key_padding_mask": hidden}]
+    report = fw.sparsify(model, {"*": recipes.Block(8, 0.5)}, calibration=calls)
+    apart = [x[:1], x[1:, :5]]
+    want = fw.sparsify(twin, {"*": recipes.Block(8, 0.5)}, calibration=apart)
+    for row, same in zip(report.rows, want.rows, strict=True):
+        assert row.output_error == pytest.approx(same.output_error, rel=1e-4)
+
+
+@pytest.mark.parametrize("recipe", [recipes.TwoFour(), recipes.Block(16, 0.5), recipes.Monarch(8)], ids=str)
+@pytest.mark.parametrize("kdim", [64, 32])
+def test_the_output_projection_of_our_attention(recipe, kdim):
+    """It is a layer like others, while torch's attention reads the weight of its own."""
+    model = nn.ModuleDict({"attn": fw.nn.MultiheadAttention(64, 4, fw.patterns.causal(8), kdim=kdim)})
+    dense, x, key = copy.deepcopy(model), torch.randn(2, 8, 64), torch.randn(2, 8, kdim)
+    (row,) = fw.sparsify(model, {"*": recipe}).rows
+    assert row.name == "attn.out_proj"
+    dense["attn"].out_proj.weight.data = model["attn"].out_proj.to_dense().detach()
+    value = torch.randn(2, 8, 64)
+    want = dense["attn"](x, key, value)[0]
+    torch.testing.assert_close(model["attn"](x, key, value)[0], want, rtol=1e-4, atol=1e-5)
+    if kdim == 64:  # torch's attention has no other place for it
+        twin = fw.restructure(
+            nn.ModuleDict({"attn": nn.MultiheadAttention(64, 4, batch_first=True)}), fw.structure(model)
+        )
+        twin.load_state_dict(model.state_dict())
+
+
 # The report
 
 
@@ -377,8 +477,11 @@ def wrong_structures():
     layer = told["layers"]["1"]
     yield None, TypeError, "a dict that fw.structure made"
     yield {**told, "version": 2}, ValueError, "version 1, got 2"
+    yield {**told, "version": "1"}, ValueError, "version 1, got '1'"
     for change, message in [
         ({"kind": "3:5"}, "structure: 1: kind: expected two_four or .* got '3:5'"),
+        ({"kind": ["block"]}, r"structure: 1: kind: expected two_four or .* got \['block'\]"),
+        ({"prune": 0}, "1: SemiSparseLinear: prune: expected .* got 0"),
         ({"shape": [48, 65]}, r"1: shape: expected \[48, 65\], got \[48, 64\]"),
         ({"bias": False}, "1: bias: expected False, got True"),
         ({"prune": "random"}, "1: .*prune"),
@@ -386,7 +489,11 @@ def wrong_structures():
         ({"more": 1}, "1: more: expected 1, got None"),
     ]:
         yield {**told, "layers": {"0": {**layer, "shape": [64, 32]}, "1": {**layer, **change}}}, ValueError, message
-    yield {**told, "layers": {"0": {"kind": "block"}}}, ValueError, "restructure: 0: "
+    yield (
+        {**told, "layers": {"0": {"kind": "block"}}},
+        ValueError,
+        "structure: 0: expected a value for layout, got none",
+    )
     yield {**told, "layers": {"0": {"kind": "attention"}}}, ValueError, "0: expected a torch.nn.Multihead.* got Linear"
     yield {**told, "layers": {"5": layer}}, ValueError, "layers that the model has, such as 5"
 
@@ -398,6 +505,12 @@ def test_restructure_refuses(told, kind, message):
     with pytest.raises(kind, match=message):
         fw.restructure(model, told)
     check()
+
+
+def test_restructure_of_a_layer_by_itself():
+    told = fw.structure(fw.nn.SemiSparseLinear(8, 8))
+    with pytest.raises(ValueError, match="dense_model: expected a module that holds the layers, got a Linear itself"):
+        fw.restructure(nn.Linear(8, 8), told)
 
 
 def test_restructure_on_meta():

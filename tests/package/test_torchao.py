@@ -42,7 +42,9 @@ def test_a_layer_by_itself(device):
 def test_what_is_refused(device):
     model = mlp(device)
     first = model[0]
-    with pytest.raises(ValueError, match="sparsify_: 0: expected one that is 2:4 already"):
+    with pytest.raises(
+        ValueError, match="sparsify_: 0: weight: expected one that is 2:4 already with prune=None, got more"
+    ):
         ao.sparsify_(model, ao.semi_sparse_weight())
     with pytest.raises(TypeError, match="config: expected semi_sparse_weight"):
         ao.sparsify_(model, ao.semi_sparse_weight)
@@ -54,6 +56,21 @@ def test_what_is_refused(device):
         ao.swap_linear_with_semi_sparse_linear(model, {"3": ao.SemiSparseLinear})
     with pytest.raises(TypeError, match="arguments: expected filter_fn alone, got sparsity"):
         ao.apply_fake_sparsity(model, sparsity=0.5)
+    with pytest.raises(TypeError, match="filter_fn: expected a function of a module and its name, got '0'"):
+        ao.sparsify_(model, ao.semi_sparse_weight(), "0")
+    with pytest.raises(TypeError, match="config: expected a dict of names and layer classes, got list"):
+        ao.swap_linear_with_semi_sparse_linear(model, ["0"])
+    with pytest.raises(TypeError, match=r"config\['0'\]: expected a layer class with from_dense, .* got 'sparse'"):
+        ao.swap_linear_with_semi_sparse_linear(model, {"0": "sparse"})
+    for swap in (ao.swap_semi_sparse_linear_with_linear, lambda m: ao.swap_linear_with_semi_sparse_linear(m, {})):
+        with pytest.raises(TypeError, match=r"_linear: model: expected a torch\.nn\.Module, got list"):
+            swap([model])
+    with pytest.raises(ValueError, match=r"apply_fake_sparsity: 0: weight: .*expected a multiple of 4"):
+        ao.apply_fake_sparsity(nn.Sequential(nn.Linear(6, 4)).half())
+    assert model[0] is first
+    model[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="sparsify_: 0: expected a module without hooks"):
+        ao.sparsify_(model, ao.block_sparse_weight(32))
     assert model[0] is first
 
 

@@ -3,6 +3,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <memory>
 #include <set>
@@ -33,6 +34,10 @@ bool is_model_report(const Json& report) {
 
 Json read_model_report(const std::string& name) {
   std::ifstream file(name);
+  if (file && std::filesystem::is_directory(name)) {  // which opens, but has nothing to read
+    file.setstate(std::ios::failbit);
+    errno = EISDIR;
+  }
   if (!file) {
     throw Error(fmt::format("report: {}: cannot be read: {}", name, std::strerror(errno)));
   }

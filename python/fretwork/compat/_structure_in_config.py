@@ -14,11 +14,13 @@ from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from fretwork.nn.ks_linear import KSLinear
 from fretwork.nn.semi_sparse_linear import SemiSparseLinear
 from fretwork.structure import restructure, tellable
 from fretwork.two_four import canonical
 
 _METHOD = "fretwork"
+_WITHOUT_WEIGHT = (KSLinear, SemiSparseLinear)
 _log = logging.getLogger("fretwork")
 
 
@@ -40,11 +42,18 @@ class StructureLoader(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         told = self.quantization_config.structure
-        return restructure(model, {**told, "layers": _as_named_in(model, told.get("layers", {}))})
+        restructure(model, {**told, "layers": _as_named_in(model, told.get("layers", {}))})
+        for layer in model.modules():
+            if isinstance(layer, _WITHOUT_WEIGHT) and layer.weight is None:
+                # Some models initialize this before they look whether it was loaded.
+                vars(layer)["weight"] = torch.empty(layer.out_features, layer.in_features, device="meta")
+        return model
 
     def postprocess_model(self, model: nn.Module, **_: Any) -> nn.Module:
         with torch.no_grad():
             for name, layer in model.named_modules():
+                if isinstance(layer, _WITHOUT_WEIGHT):
+                    vars(layer).pop("weight", None)
                 if isinstance(layer, SemiSparseLinear) and layer.trainable == "values":
                     _check_words(name, layer)
         self.remove_quantization_config(model)
@@ -72,11 +81,11 @@ def _as_named_in(model: nn.Module, layers: Mapping[str, Any]) -> dict[str, Any]:
     """Names of the model that was saved as those of this one, which may be its base, or have it as a base."""
     prefix = getattr(model, "base_model_prefix", "") + "."
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    loads_base = any(name.startswith(prefix) for name in layers) and not any(n.startswith(prefix) for n in names)
+    has_base = any(name.startswith(prefix) for name in layers)
     given = {}
     for name, told in layers.items():
         found = next((way for way in (name, name.removeprefix(prefix), prefix + name) if way in names), None)
-        if found is not None or name.startswith(prefix) or not loads_base:  # else of a head that the base has not
+        if found is not None or name.startswith(prefix) or not has_base:  # else of a head that this one has not
             given[found or name] = told
     return given
 

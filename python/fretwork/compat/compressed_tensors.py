@@ -6,7 +6,7 @@ formats by themselves are `from_bitmask` and `from_marlin_24`. Files need safete
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from fretwork._checks import needs, refuse
 from fretwork._modules import put
 from fretwork._torch.arguments import FLOATING, check_tensor
 from fretwork.nn.semi_sparse_linear import SemiSparseLinear
+from fretwork.recipes import altered, is_linear
 from fretwork.two_four import TwoFour, from_parts
 
 __all__ = ["from_bitmask", "from_marlin_24", "load", "read"]
@@ -148,6 +149,8 @@ def read(
     ...     read(folder)["up.weight"].to_dense().tolist()
     [[1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 1.0]]
     """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in FLOATING):
+        refuse("read", "dtype", "float64, float32, float16 or bfloat16", repr(dtype), TypeError)
     tensors = _tensors(Path(path), str(torch.device(device)))
     found: dict[str, Tensor | TwoFour] = {}
     for suffixes, make in ((_BITMASK, _bitmask), (_MARLIN, _marlin)):
@@ -204,34 +207,39 @@ def load(model: nn.Module, path: str | PathLike[str], dtype: torch.dtype | None 
     """Puts a checkpoint into a dense model, in place: `fw.nn.SemiSparseLinear` where its weights are sparse.
 
     Gives the names of those layers. The names of the checkpoint have to be those of the model's state dict; ValueError
-    where they are not. The layers' weights have the dtype of the checkpoint, or `dtype`.
+    where they are not, and then nothing is changed. The layers' weights have the dtype of the checkpoint, or `dtype`.
     """
     if not isinstance(model, nn.Module):
         refuse("load", "model", "a torch.nn.Module", type(model).__name__, TypeError)
+    if any(tensor.is_meta for tensor in model.state_dict().values()):
+        refuse("load", "model", "one with data", "one on meta; to_empty(device=…) gives it room")
     first = next(iter(model.parameters()), None)
-    state = read(path, "cpu" if first is None or first.is_meta else first.device, dtype)
+    state = read(path, "cpu" if first is None else first.device, dtype)
     modules = dict(model.named_modules(remove_duplicate=False))
     layers: dict[nn.Module, nn.Module] = {}
     for name, s in state.items():
         if isinstance(s, TwoFour):
-            layers[_linear_of(modules, name.removesuffix(".weight"), s)] = _layer(state, name, s)
+            linear = _linear_of(modules, name.removesuffix(".weight"), s)
+            layers[linear] = _layer(state, name, s, linear)
+    _check_tensors(model, state)
     names = [name.removesuffix(".weight") for name, s in state.items() if isinstance(s, TwoFour)]
     replaced = {f"{name}.{key}" for name in names for key in ("weight", "bias")}
-    rest = {name: t for name, t in state.items() if isinstance(t, Tensor) and name not in replaced}
-    _check_names(model, rest.keys(), replaced)
     put(model, layers)
-    model.load_state_dict(rest, strict=False)
+    model.load_state_dict({name: t for name, t in state.items() if name not in replaced}, strict=False)
     return names
 
 
-def _check_names(model: nn.Module, given: Set[str], replaced: Set[str]) -> None:
-    """Every tensor of the model is given, or is one with another that is."""
+def _check_tensors(model: nn.Module, given: Mapping[str, Tensor | TwoFour]) -> None:
+    """Every tensor of the model is given in its shape, or is one with another that is."""
     own = model.state_dict(keep_vars=True)
-    filled = {id(tensor) for name, tensor in own.items() if name in given}
-    missing = {name for name, tensor in own.items() if id(tensor) not in filled} - replaced
-    if missing or given - own.keys():
-        got = f"none for {sorted(missing)[:3]}, others for {sorted(given - own.keys())[:3]}"
+    filled = {id(tensor) for name, tensor in own.items() if isinstance(given.get(name), Tensor)}
+    missing = {name for name, tensor in own.items() if name not in given and id(tensor) not in filled}
+    if missing or given.keys() - own.keys():
+        got = f"none for {sorted(missing)[:3]}, others for {sorted(given.keys() - own.keys())[:3]}"
         refuse("load", "path", "a tensor for each name of the model's state dict", got)
+    for name, tensor in given.items():
+        if tensor.shape != own[name].shape:
+            refuse("load", f"path: {name}", tuple(own[name].shape), tuple(tensor.shape))
 
 
 def _linear_of(modules: dict[str, nn.Module], name: str, s: TwoFour) -> nn.Linear:
@@ -239,11 +247,19 @@ def _linear_of(modules: dict[str, nn.Module], name: str, s: TwoFour) -> nn.Linea
     if not isinstance(linear, nn.Linear) or (linear.out_features, linear.in_features) != tuple(s.shape):
         got = "none" if linear is None else repr(linear)
         refuse("load", "path", f"weights of layers that the model has, {name} of {tuple(s.shape)}", got)
+    if not is_linear(linear):
+        refuse("load", name, "a torch.nn.Linear that is called", f"a {type(linear).__name__}")
+    if (reason := altered(linear)) is not None:
+        raise ValueError(f"load: {name}: {reason}")
     if s.dtype not in FLOATING:
         refuse("load", name, "values with a weight_scale, or a floating type", s.dtype)
     return linear
 
 
-def _layer(state: dict[str, Tensor | TwoFour], name: str, s: TwoFour) -> SemiSparseLinear:
+def _layer(state: dict[str, Tensor | TwoFour], name: str, s: TwoFour, linear: nn.Linear) -> SemiSparseLinear:
     bias = state.get(name.removesuffix("weight") + "bias")
-    return SemiSparseLinear.from_sparse(s, bias.to(s.dtype) if isinstance(bias, Tensor) else None)
+    layer = SemiSparseLinear.from_sparse(s, bias.to(s.dtype) if isinstance(bias, Tensor) else None)
+    layer.values.requires_grad_(linear.weight.requires_grad)
+    if layer.bias is not None and linear.bias is not None:
+        layer.bias.requires_grad_(linear.bias.requires_grad)
+    return layer.train(linear.training)

@@ -83,7 +83,7 @@ def sparsify_(
     with torch.no_grad():
         for linear, name in chosen.items():
             if (reason := recipe.refusal(linear)) is not None:
-                refuse("sparsify_", name, reason.partition(": expected ")[2] or reason, type(linear).__name__)
+                raise ValueError(f"sparsify_: {name}: {reason}")
         layers = {linear: _compressed(linear, recipe) for linear in chosen}
     for layer in layers.values():
         layer.requires_grad_(False)
@@ -109,6 +109,8 @@ def _chosen(op: str, model: nn.Module, filter_fn: Filter | None) -> dict[nn.Line
     """Linear layers by their first name."""
     if not isinstance(model, nn.Module):
         refuse(op, "model", "a torch.nn.Module", type(model).__name__, TypeError)
+    if filter_fn is not None and not callable(filter_fn):
+        refuse(op, "filter_fn", "a function of a module and its name", repr(filter_fn), TypeError)
     chosen = {}
     for module, (name, *_) in all_names(model).items():
         if is_linear(module) if filter_fn is None else filter_fn(module, name):
@@ -133,9 +135,16 @@ def apply_fake_sparsity(model: nn.Module, **kwargs: Any) -> None:
         refuse("apply_fake_sparsity", "arguments", "filter_fn alone", ", ".join(kwargs), TypeError)
     chosen = _chosen("apply_fake_sparsity", model, filter_fn)
     with torch.no_grad():
-        pruned = {linear: two_four.prune(linear.weight) for linear in chosen}
+        pruned = {linear: _pruned(linear, name) for linear, name in chosen.items()}
         for linear, weight in pruned.items():
             linear.weight.copy_(weight)
+
+
+def _pruned(linear: nn.Linear, name: str) -> Tensor:
+    try:
+        return two_four.prune(linear.weight)
+    except RuntimeError as error:
+        raise ValueError(f"apply_fake_sparsity: {name}: weight: {error}") from None
 
 
 class SemiSparseLinear(nn.Linear):
@@ -189,6 +198,11 @@ def swap_linear_with_semi_sparse_linear(model: nn.Module, config: Mapping[str, A
     >>> type(model[0]).__name__, type(model[1]).__name__
     ('SemiSparseLinear', 'Linear')
     """
+    op = "swap_linear_with_semi_sparse_linear"
+    if not isinstance(model, nn.Module):
+        refuse(op, "model", "a torch.nn.Module", type(model).__name__, TypeError)
+    if not isinstance(config, Mapping):
+        refuse(op, "config", "a dict of names and layer classes", type(config).__name__, TypeError)
     prefix = f"{current}." if current else ""
     named = {prefix + name: module for module, names in all_names(model).items() for name in names if name}
     layers = {}
@@ -198,12 +212,16 @@ def swap_linear_with_semi_sparse_linear(model: nn.Module, config: Mapping[str, A
         linear = named.get(name)
         if not isinstance(linear, nn.Linear):
             got = "none" if linear is None else type(linear).__name__
-            refuse("swap_linear_with_semi_sparse_linear", f"config[{name!r}]", "the name of a torch.nn.Linear", got)
+            refuse(op, f"config[{name!r}]", "the name of a torch.nn.Linear", got)
+        if not hasattr(kind, "from_dense"):
+            refuse(op, f"config[{name!r}]", "a layer class with from_dense, as SemiSparseLinear", repr(kind), TypeError)
         layers[linear] = kind.from_dense(linear)
     put(model, layers)
 
 
 def swap_semi_sparse_linear_with_linear(model: nn.Module, current: str = "") -> None:
     """The way back: layers of `SemiSparseLinear` become `torch.nn.Linear` with the same parameters, in place."""
+    if not isinstance(model, nn.Module):
+        refuse("swap_semi_sparse_linear_with_linear", "model", "a torch.nn.Module", type(model).__name__, TypeError)
     found = [module for module in model.modules() if isinstance(module, SemiSparseLinear) and module is not model]
     put(model, {module: module.to_dense(module) for module in found})

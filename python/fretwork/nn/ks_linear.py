@@ -96,6 +96,7 @@ class KSLinear(Structured):
             self.weights = nn.ParameterList(torch.empty(shape, device=device, dtype=dtype) for shape in shapes)
         else:
             self.weights = nn.ParameterList(_parameter(w, dtype, device) for w in _of_patterns(weights, self.patterns))
+        self.register_parameter("weight", None)  # as layers have it that hold no such tensor: models look at it
         first = self.weights[0]
         if bias:
             self.bias = nn.Parameter(torch.empty(self.out_features, device=first.device, dtype=first.dtype))

@@ -186,7 +186,8 @@ class MultiheadAttention(Structured):
         return self.out_proj(self._joined(o, query.dim())), None
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        weight = self.out_proj.weight
+        weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
+        assert weight is not None
         batch_dim = 0 if self.batch_first else 1
         sizes = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
         for (name, size), x in zip(sizes.items(), (query, key, value), strict=True):

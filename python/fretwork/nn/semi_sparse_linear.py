@@ -41,7 +41,7 @@ class SemiSparseLinear(nn.Module):
     out_features: int
     values: nn.Parameter
     metadata: Tensor
-    weight: nn.Parameter
+    weight: nn.Parameter  # None where values are trainable
     bias: nn.Parameter | None
 
     def __init__(
@@ -103,6 +103,7 @@ class SemiSparseLinear(nn.Module):
                 weight = two_four.prune(weight, transposable=self.prune == "transposable")
             # Words that process groups can send, as DDP does with buffers; few take int16.
             s = two_four.compress(weight, metadata_dtype=torch.int32, validate=self.prune is None)
+            self.register_parameter("weight", None)  # as layers have it that hold no such tensor: models look at it
             self.values = nn.Parameter(s.values, requires_grad=learns)
             self.register_buffer("metadata", s.metadata)
         if bias is None:

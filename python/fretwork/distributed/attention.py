@@ -280,7 +280,9 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor |
 
 # Agreement
 
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Any]] = weakref.WeakKeyDictionary()
+# Calls that a group has agreed on, and the tags of their messages: small enough for every transport.
+_TAGS = 2**15
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, int]] = weakref.WeakKeyDictionary()
 
 
 def _checksum(value: object) -> int:
@@ -291,9 +293,10 @@ def _checksum(value: object) -> int:
 def _agree(method: str, sizes: Sizes, q: Tensor, call: Call, extras: tuple[str, ...]) -> None:
     """Compares checksums with the other ranks, the first time that a group sees such a call."""
     options = call.scale, call.softcap, call.precision, extras, call.padding_is_whole, call.returns_lse
-    known = _agreed.setdefault(call.group, set())
+    known = _agreed.setdefault(call.group, {})
     key = call.patterns, call.rows, call.keys, sizes, q.dtype, options, method
     if key in known or call.group.size() == 1:
+        call.tag = known.get(key, 0)
         return
     texts = [p.text for p in call.patterns]
     mine: dict[str, object] = {
@@ -312,4 +315,4 @@ def _agree(method: str, sizes: Sizes, q: Tensor, call: Call, extras: tuple[str, 
         if others:
             got = f"{str(value)[:200]} on rank {call.group.rank()} and something else on rank {others[0]}"
             fail(_OP, name, "the same on every rank of the group", got)
-    known.add(key)
+    call.tag = known[key] = sum(every[0]) % _TAGS

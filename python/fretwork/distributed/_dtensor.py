@@ -16,6 +16,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Re
 
 from fretwork._checks import fail
 from fretwork._torch.registration import ops
+from fretwork.patterns.block import block_layout
 
 
 class Axis(NamedTuple):
@@ -64,6 +65,18 @@ def _product(arguments: Sequence[Any]) -> list[Axis]:
     return [] if sums else _axes(_batch_of(arguments, {0: 4, 1: 4}))
 
 
+def _sparse_product(arguments: Sequence[Any], values: int, dense: int) -> list[Axis]:
+    """Of packed values and a dense operand, of which the dimension that is not summed over may be cut too."""
+    one_head, x = block_layout(arguments[2]).shape[0] == 1, arguments[dense]
+    has_batch = 4 in (arguments[values].dim(), x.dim())
+    has_heads = has_batch or x.dim() > 2 or not one_head
+    before = has_batch + has_heads  # dimensions of the result before rows and columns
+    is_last = bool(arguments[3 + dense]) == (dense == 0)  # transposed or not
+    lines = Axis("columns" if dense else "rows", {dense: x.dim() - (1 if is_last else 2)}, before + dense)
+    heads = Axis("heads", {dense: x.dim() - 3}, before - 1) if one_head and x.dim() > 2 else None
+    return _axes(*_product(arguments), lines, None if arguments[6] or arguments[7] else heads)
+
+
 def _kronecker(arguments: Sequence[Any]) -> list[Axis]:
     x, bs_last = arguments[0], arguments[4]
     return [Axis("rows", {0: d}, d) for d in (range(1, x.dim()) if bs_last else range(x.dim() - 1))]
@@ -81,8 +94,8 @@ _RULES: dict[str, Rule] = {
     "r_softmax": _per_head,
     "r_spmm": _per_head,
     "sdd": _product,
-    "dsd": _product,
-    "dds": _product,
+    "dsd": lambda a: _sparse_product(a, 0, 1),
+    "dds": lambda a: _sparse_product(a, 1, 0),
     "block_softmax": lambda a: _axes(_batch_of(a, {0: 4, 3: 4, 4: 2})),
     "block_pack": lambda a: _axes(_batch_of(a, {0: 4})),
     "block_unpack": lambda a: _axes(_batch_of(a, {0: 4})),

@@ -255,6 +255,34 @@ def test_dtensors(on_ranks):
     on_ranks(4, dtensors)
 
 
+def one_head_of_keys(rank, world):
+    """Queries are cut along heads beside whole keys, which get the sum of all gradients."""
+    mesh, pattern = init_device_mesh("cpu", (world,)), P.strided(40, 5)
+    width = fw.r_sddmm(torch.zeros(1, 1, 40, 8), torch.zeros(1, 1, 40, 8), pattern).shape[-1]
+    q, k, v, x = (torch.randn(2, h, 40, d) for h, d in ((4, 8), (1, 8), (1, 8), (4, width)))
+    for op, operands in [
+        (lambda q, k, v: fw.attention(q, k, v, pattern), (q, k, v)),
+        (lambda q, k, v: fw.attention(q, k, v, [pattern, P.causal(40)] * 2, sinks=torch.arange(4.0)), (q, k, v)),
+        (lambda q, k: fw.r_sddmm(q, k, pattern), (q, k)),
+        (lambda x, v: fw.r_spmm(x, v, pattern), (x, v)),
+    ]:
+        cut = [
+            distribute_tensor(t, mesh, [Replicate() if n else Shard(1)]).requires_grad_()
+            for n, t in enumerate(operands)
+        ]
+        plain = [t.clone().requires_grad_() for t in operands]
+        got, want = op(*cut), op(*plain)
+        assert got.placements == (Shard(1),)
+        d = torch.randn_like(want)
+        found = torch.autograd.grad(got, cut, distribute_tensor(d, mesh, [Shard(1)]))
+        for g, e in zip((got, *found), (want, *torch.autograd.grad(want, plain, d)), strict=True):
+            assert_close(g.full_tensor(), e, F32)
+
+
+def test_one_head_of_keys(on_ranks):
+    on_ranks(2, one_head_of_keys)
+
+
 def other_ops(rank, world):
     mesh = init_device_mesh("cpu", (world,))
 

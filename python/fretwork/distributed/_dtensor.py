@@ -46,18 +46,20 @@ def _attention(arguments: Sequence[Any]) -> list[Axis]:
     q, k, bias, rate = arguments[0], arguments[1], arguments[5], arguments[8]
     if rate:
         raise NotImplementedError(f"attention: dropout_p: expected 0 on DTensors, got {rate}")
-    batch, heads = {0: 0, 1: 0, 2: 0, 11: 0}, {0: 1, 1: 1, 2: 1, 6: 0, 12: 0}
+    shared = k.shape[1] == 1  # whole on every rank, beside cut queries
+    batch, heads = {0: 0, 1: 0, 2: 0, 11: 0}, {0: 1, **({} if shared else {1: 1, 2: 1}), 6: 0, 12: 0}
     for axis, dim, size in ((batch, -4, q.shape[0]), (heads, -3, q.shape[1])):
         if bias is not None and bias.dim() >= -dim and bias.shape[dim] == size != 1:
             axis[5] = bias.dim() + dim
-    return [Axis("batch", batch, 0), Axis("heads", heads, 1, (k.shape[1],))]
+    return [Axis("batch", batch, 0), Axis("heads", heads, 1, ((q if shared else k).shape[1],))]
 
 
 def _per_head(arguments: Sequence[Any]) -> list[Axis]:
     """Of r-operators: (B, H, ·, ·), where heads of the second may be shared."""
     tensors = [n for n, t in enumerate(arguments) if isinstance(t, Tensor)]
-    heads = tuple(arguments[n].shape[1] for n in tensors)
-    return [Axis("batch", dict.fromkeys(tensors, 0), 0), Axis("heads", dict.fromkeys(tensors, 1), 1, heads)]
+    several = [n for n in tensors if arguments[n].shape[1] != 1]  # one head for all is whole on every rank
+    heads = tuple(arguments[n].shape[1] for n in several)
+    return [Axis("batch", dict.fromkeys(tensors, 0), 0), Axis("heads", dict.fromkeys(several, 1), 1, heads)]
 
 
 def _product(arguments: Sequence[Any]) -> list[Axis]:

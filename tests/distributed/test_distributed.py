@@ -278,6 +278,27 @@ def test_disagreement_on_known_calls(on_ranks):
     on_ranks(2, take_turns)
 
 
+def gathers_other_sizes(rank, world):
+    shards = fd.shard(P.causal(64), world, 16)
+    rows = shards.ranges[rank][1] - shards.ranges[rank][0]
+    for local in (torch.randn(rows, 3 + rank), torch.randn(rows, 3).to((F32, F64)[rank])):
+        with pytest.raises(
+            RuntimeError, match=r"gather: local: expected the same on every rank of the group, got .* on"
+        ):
+            fd.gather(local, shards, 0)
+    for dtype in (torch.bool, torch.float8_e4m3fn):
+        x = torch.full((64, 3), rank).to(dtype)
+        whole = fd.gather(fd.scatter(x, shards, 0), shards, 0)
+        assert whole.dtype == dtype and torch.equal(
+            whole.float()[:, 0],
+            torch.arange(2.0).repeat_interleave(torch.tensor([last - first for first, last in shards.ranges])),
+        )
+
+
+def test_gather_of_other_sizes(on_ranks):
+    on_ranks(2, gathers_other_sizes)
+
+
 @pytest.mark.parametrize("what", ["pattern", "q", "k", "v", "options", "shards"])
 def test_disagreement(on_ranks, what):
     on_ranks(2, disagree, what)

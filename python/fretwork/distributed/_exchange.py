@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -122,7 +124,38 @@ class explained:
             ) from error
 
 
-def gathered(op: str, group: dist.ProcessGroup, numbers: list[int], device: torch.device) -> list[list[int]]:
+# Calls that a group has agreed on, and the tags of their messages: small enough for every transport.
+_TAGS = 2**15
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, int]] = weakref.WeakKeyDictionary()
+
+
+def agreed(
+    op: str, group: dist.ProcessGroup, key: object, values: Callable[[], dict[str, object]], device: torch.device
+) -> int:
+    """Compares checksums of a call's arguments with the other ranks, the first time that a group sees such a call.
+
+    Gives the tag of the call.
+    """
+    known = _agreed.setdefault(group, {})
+    if (op, key) in known or group.size() == 1:
+        return known.get((op, key), 0)
+    mine = values()
+    every = _gathered(op, group, [_checksum(value) for value in mine.values()], device)
+    for n, (name, value) in enumerate(mine.items()):
+        others = [rank for rank, numbers in enumerate(every) if numbers[n] != every[group.rank()][n]]
+        if others:
+            got = f"{str(value)[:200]} on rank {group.rank()} and something else on rank {others[0]}"
+            fail(op, name, "the same on every rank of the group", got)
+    known[op, key] = sum(every[0]) % _TAGS
+    return known[op, key]
+
+
+def _checksum(value: object) -> int:
+    """A number that is the same in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _gathered(op: str, group: dist.ProcessGroup, numbers: list[int], device: torch.device) -> list[list[int]]:
     """The numbers of every rank."""
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     every = [torch.empty_like(mine) for _ in range(group.size())]

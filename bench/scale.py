@@ -151,7 +151,7 @@ class Arrived:
 
     def __init__(
         self, op: str, group: Any, gives: Callable[[int], Sequence[Tensor]], shapes: dict[int, list[Any]], like: Tensor,
-        room: int, copies: dict[int, int] | None = None, back: bool = False,
+        room: int, copies: dict[int, int] | None = None, back: bool = False, tag: int = 0,
     ) -> None:  # fmt: skip
         self._group, self._gives, self._shapes, self._like, self._step = group, gives, shapes, like, -1 if back else 1
 

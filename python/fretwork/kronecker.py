@@ -15,7 +15,7 @@ from fretwork._library import core, int64s, last_error
 from fretwork._shapes import factor_features
 from fretwork._torch import torch_baselines
 from fretwork._torch.arguments import FLOATING, autocasts, check_tensor, dtype_name, precision_name, torch_precision
-from fretwork._torch.differentiable import called_with_tensors
+from fretwork._torch.differentiable import called_with_tensors, holds_dtensors, on_parts
 from fretwork._torch.kronecker import from_dense_op, ksmm_chain_op, ksmm_op, ksmm_plainly, to_dense_op
 from fretwork._torch.private import assert_in_graph
 from fretwork._torch.registration import lowered
@@ -119,18 +119,29 @@ def _apply_factors(
     bs_last = flag(op, "bs_last", bs_last)
     x, factors, bias = _lowered(x, factors, bias)
     _check_factors(op, x, factors, bs_last, bias)
+    rest = bias, activation or "none", bs_last, precision_name(op, precision)
+    weights = list(factors.values())
+    if algo in OURS and holds_dtensors((x, *weights, bias)):  # cut along any dimension of rows
+        if op == "ksmm":
+            return on_parts(op, lambda x, w, *rest: _multiply(algo, x, [w], *rest), (x, *weights, *rest))  # type: ignore[no-any-return]
+        return on_parts(op, functools.partial(_multiply, algo), (x, weights, *rest))  # type: ignore[no-any-return]
+    return _multiply(algo, x, weights, *rest)
+
+
+def _multiply(
+    algo: str, x: Tensor, weights: list[Tensor], bias: Tensor | None, activation: str, bs_last: bool, precision: str
+) -> Tensor:
+    """Of x with any number of dimensions."""
     if bs_last:
         y = x if x.dim() == 2 else x.flatten(1) if x.dim() > 2 else x[:, None]
     else:
         y = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x[None]
-    name = precision_name(op, precision)
-    weights = list(factors.values())
     if len(weights) > 1 and algo in OURS:
-        y = ksmm_chain_op(y, weights, bias, activation or "none", bs_last, name)
+        y = ksmm_chain_op(y, weights, bias, activation, bs_last, precision)
     else:
         for w in weights[:-1]:
-            y = _product(algo, y, w, None, "none", bs_last, name)
-        y = _product(algo, y, weights[-1], bias, activation or "none", bs_last, name)
+            y = _product(algo, y, w, None, "none", bs_last, precision)
+        y = _product(algo, y, weights[-1], bias, activation, bs_last, precision)
     if x.dim() == 2:
         return y
     return y.reshape(y.shape[0], *x.shape[1:]) if bs_last else y.reshape(*x.shape[:-1], y.shape[1])

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from conftest import assert_close
 from ranks import on_ranks  # noqa: F401 (a fixture)
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fretwork as fw
 import fretwork.distributed as fd
@@ -178,6 +179,51 @@ def test_halo(on_ranks):
     on_ranks(4, halo)
 
 
+def no_batch(rank, world):
+    for method in ("ranges", "ulysses"):
+        q, k, v = (torch.randn(0, 2, 32, 16, requires_grad=True) for _ in range(3))
+        o = fd.attention(q, k, v, P.causal(32 * world), method=method)
+        gradients = torch.autograd.grad(o.sum(), (q, k, v))
+        assert o.shape == q.shape and all(g.shape == q.shape for g in gradients)
+
+
+def test_no_batch(on_ranks):
+    on_ranks(2, no_batch)
+
+
+@pytest.fixture
+def messages(monkeypatch):
+    """What one of 8 ranks would send, forward and backward."""
+
+    def run(rank, pattern, heads, **options):
+        said = []
+        monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: said.extend(ops) or [])
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
+        try:
+            q, k, v = (torch.randn(1, 128, heads, 16).transpose(1, 2).requires_grad_() for _ in range(3))
+            o = fd.attention(q, k, v, pattern, method="ranges", **options)
+            forward = len(said)
+            o.sum().backward()
+        finally:
+            dist.destroy_process_group()
+        return [[op.tensor for op in part if op.op is dist.isend] for part in (said[:forward], said[forward:])]
+
+    return run
+
+
+def test_keys_are_copied_once(messages):
+    """Keys that do not lie one after another go to seven ranks at once."""
+    forward, _ = messages(0, P.causal(1024), 2)
+    assert len(forward) == 2 * 7 and len({t.data_ptr() for t in forward}) == 2
+
+
+def test_gradients_on_their_way_take_no_more_memory(messages):
+    """Slopes ask for pieces that reach to the end of the rows."""
+    _, backward = messages(7, P.causal(1024), 1, bias=fw.alibi(torch.ones(1)))
+    assert len(backward) == 2 * 7
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in backward)
+
+
 def in_autocast(rank, world):
     q, k, v = (t.detach()[:, :, rank * 48 : rank * 48 + 48] for t in whole(96, (2, 2), (16, 16), F32))
     with torch.autocast("cpu", BF16):
@@ -197,6 +243,8 @@ def test_autocast_and_second_derivatives(on_ranks):
 
 # Ranks that disagree, and ranks that die
 
+LATE = r"attention: group: expected every rank to make the same call within the group's timeout, got "
+
 
 def disagree(rank, world, what):
     pattern = P.sliding_window(64, 40, 0) if what == "pattern" and rank else P.causal(64)
@@ -215,12 +263,45 @@ def disagree(rank, world, what):
     fd.attention(*torch.randn(3, 2, 2, 32, 16), P.causal(64))  # the group still works
 
 
+def take_turns(rank, world):
+    """Calls that ranks have agreed on, but not in this order."""
+    q, k, v = torch.randn(3, 2, 2, 32, 16)
+    patterns, group = (P.sliding_window(64, 10, 0), P.causal(64)), dist.new_group(timeout=datetime.timedelta(seconds=3))
+    for pattern in patterns:
+        fd.attention(q, k, v, pattern, None, group)
+    with pytest.raises(RuntimeError, match=LATE):
+        fd.attention(q, k, v, patterns[rank], None, group)
+    dist.barrier()
+
+
+def test_disagreement_on_known_calls(on_ranks):
+    on_ranks(2, take_turns)
+
+
+def gathers_other_sizes(rank, world):
+    shards = fd.shard(P.causal(64), world, 16)
+    rows = shards.ranges[rank][1] - shards.ranges[rank][0]
+    for local in (torch.randn(rows, 3 + rank), torch.randn(rows, 3).to((F32, F64)[rank])):
+        with pytest.raises(
+            RuntimeError, match=r"gather: local: expected the same on every rank of the group, got .* on"
+        ):
+            fd.gather(local, shards, 0)
+    for dtype in (torch.bool, torch.float8_e4m3fn):
+        x = torch.full((64, 3), rank).to(dtype)
+        whole = fd.gather(fd.scatter(x, shards, 0), shards, 0)
+        assert whole.dtype == dtype and torch.equal(
+            whole.float()[:, 0],
+            torch.arange(2.0).repeat_interleave(torch.tensor([last - first for first, last in shards.ranges])),
+        )
+
+
+def test_gather_of_other_sizes(on_ranks):
+    on_ranks(2, gathers_other_sizes)
+
+
 @pytest.mark.parametrize("what", ["pattern", "q", "k", "v", "options", "shards"])
 def test_disagreement(on_ranks, what):
     on_ranks(2, disagree, what)
-
-
-LATE = r"attention: group: expected every rank to make the same call within the group's timeout, got "
 
 
 def die(rank, world, method, where):

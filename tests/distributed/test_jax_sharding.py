@@ -48,6 +48,15 @@ check(padded, [*qkv, padding], [both] * 3 + [P("x")], both, (0, 1, 2))
 slopes = jnp.arange(8.0)
 check(lambda q, k, v: fj.attention(q, k, v, pattern, bias=fj.alibi(slopes)), qkv, [both] * 3, both)
 
+# One head of keys for all: queries are cut along heads beside whole keys, whose gradients are summed.
+one = [some(4, 1, 48, 8) for _ in range(2)]
+for spec in (P("x"), P(None, "y"), both):
+    shared = [spec, P(spec[0]), P(spec[0])]
+    check(lambda q, k, v: fj.attention(q, k, v, pattern), [qkv[0], *one], shared, spec)
+    check(lambda q, k: fj.r_sddmm(q, k, pattern), [qkv[0], one[0]], shared[:2], spec)
+    more = some(4, 8, 48, fj.r_sddmm(qkv[0], one[0], pattern).shape[-1])
+    check(lambda x, v: fj.r_spmm(x, v, pattern), [more, one[1]], shared[:2], spec)
+
 check(lambda q, k: fj.r_sddmm(q, k, pattern), qkv[:2], [both] * 2, both)
 width = fj.r_sddmm(*qkv[:2], pattern).shape[-1]
 check(lambda x: fj.r_softmax(x, pattern), [some(4, 8, 48, width)], [both], both)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import fretwork as fw
@@ -255,6 +255,34 @@ def test_dtensors(on_ranks):
     on_ranks(4, dtensors)
 
 
+def one_head_of_keys(rank, world):
+    """Queries are cut along heads beside whole keys, which get the sum of all gradients."""
+    mesh, pattern = init_device_mesh("cpu", (world,)), P.strided(40, 5)
+    width = fw.r_sddmm(torch.zeros(1, 1, 40, 8), torch.zeros(1, 1, 40, 8), pattern).shape[-1]
+    q, k, v, x = (torch.randn(2, h, 40, d) for h, d in ((4, 8), (1, 8), (1, 8), (4, width)))
+    for op, operands in [
+        (lambda q, k, v: fw.attention(q, k, v, pattern), (q, k, v)),
+        (lambda q, k, v: fw.attention(q, k, v, [pattern, P.causal(40)] * 2, sinks=torch.arange(4.0)), (q, k, v)),
+        (lambda q, k: fw.r_sddmm(q, k, pattern), (q, k)),
+        (lambda x, v: fw.r_spmm(x, v, pattern), (x, v)),
+    ]:
+        cut = [
+            distribute_tensor(t, mesh, [Replicate() if n else Shard(1)]).requires_grad_()
+            for n, t in enumerate(operands)
+        ]
+        plain = [t.clone().requires_grad_() for t in operands]
+        got, want = op(*cut), op(*plain)
+        assert got.placements == (Shard(1),)
+        d = torch.randn_like(want)
+        found = torch.autograd.grad(got, cut, distribute_tensor(d, mesh, [Shard(1)]))
+        for g, e in zip((got, *found), (want, *torch.autograd.grad(want, plain, d)), strict=True):
+            assert_close(g.full_tensor(), e, F32)
+
+
+def test_one_head_of_keys(on_ranks):
+    on_ranks(2, one_head_of_keys)
+
+
 def other_ops(rank, world):
     mesh = init_device_mesh("cpu", (world,))
 
@@ -288,3 +316,48 @@ def other_ops(rank, world):
 
 def test_other_ops_on_dtensors(on_ranks):
     on_ranks(2, other_ops)
+
+
+def cut_rows(rank, world):
+    """Any dimension but that of features, in uneven parts."""
+    mesh = init_device_mesh("cpu", (world,))
+    layout = fw.BlockLayout([[1, 0, 1], [0, 1, 1]], block=16)
+    first, second = torch.randn(2, 4, 3, 2), torch.randn(1, 5, 4, 4)  # 12 features, 16, 20
+    values = torch.randn(layout.nnz, 16, 16)
+
+    def check(op, x, dim, into=None):
+        cut, plain = distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_(), x.clone().requires_grad_()
+        got, want = op(cut), op(plain)
+        assert got.placements == (Shard(dim if into is None else into),)
+        d = torch.randn_like(want)
+        (g,) = torch.autograd.grad(got, cut, distribute_tensor(d, mesh, got.placements))
+        assert_close(got.full_tensor(), want, F32)
+        assert_close(g.full_tensor(), torch.autograd.grad(want, plain, d)[0], F32)
+
+    for dim in (0, 1):
+        x = torch.randn(5, 7, 12)
+        check(lambda x: fw.ksmm(x, first, activation="gelu"), x, dim)
+        check(lambda x: fw.ksmm_chain(x, [first, second]), x, dim)
+        check(lambda x: fw.ksmm(x, first, bs_last=True), x.movedim(-1, 0).contiguous(), dim + 1)
+        check(lambda x: fw.dds(x, values, layout, trans_b=True), torch.randn(5, 7, 48), dim)
+    check(lambda x: fw.dsd(values, x, layout), torch.randn(48, 7), 1)
+    check(lambda x: fw.dsd(values, x, layout, trans_b=True), torch.randn(7, 48), 0, into=1)
+    with pytest.raises(RuntimeError, match=r"dds: a: expected Replicate\(\) or Shard\(0\) \(rows\), got "):
+        fw.dds(distribute_tensor(torch.randn(7, 48), mesh, [Shard(1)]), values, layout, trans_b=True)
+    layer = fw.nn.BlockSparseLinear(48, 32, layout)
+    plain, shape = copy.deepcopy(layer), (5, 7, 48)
+    distribute_module(layer, mesh)
+    x = torch.randn(shape)
+    for dim in (0, 1):
+        y, want = layer(distribute_tensor(x, mesh, [Shard(dim)])), plain(x)
+        assert y.placements == (Shard(dim),)
+        assert_close(y.full_tensor(), want, F32)
+        y.full_tensor().square().sum().backward()
+        want.square().sum().backward()
+        for cut, whole in zip(layer.parameters(), plain.parameters(), strict=True):
+            assert_close(cut.grad.full_tensor(), whole.grad, F32)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_rows_of_dtensors(on_ranks, world):
+    on_ranks(world, cut_rows)

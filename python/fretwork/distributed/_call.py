@@ -36,6 +36,7 @@ class Call:
     padding_is_whole: bool
     returns_lse: bool
     kept_padding: dict[int, list[Tensor]] = field(default_factory=dict)
+    tag: int = 0  # of its messages
 
     @functools.cached_property
     def plan(self) -> Plan:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Re
 
 from fretwork._checks import fail
 from fretwork._torch.registration import ops
+from fretwork.patterns.block import block_layout
 
 
 class Axis(NamedTuple):
@@ -45,23 +46,37 @@ def _attention(arguments: Sequence[Any]) -> list[Axis]:
     q, k, bias, rate = arguments[0], arguments[1], arguments[5], arguments[8]
     if rate:
         raise NotImplementedError(f"attention: dropout_p: expected 0 on DTensors, got {rate}")
-    batch, heads = {0: 0, 1: 0, 2: 0, 11: 0}, {0: 1, 1: 1, 2: 1, 6: 0, 12: 0}
+    shared = k.shape[1] == 1  # whole on every rank, beside cut queries
+    batch, heads = {0: 0, 1: 0, 2: 0, 11: 0}, {0: 1, **({} if shared else {1: 1, 2: 1}), 6: 0, 12: 0}
     for axis, dim, size in ((batch, -4, q.shape[0]), (heads, -3, q.shape[1])):
         if bias is not None and bias.dim() >= -dim and bias.shape[dim] == size != 1:
             axis[5] = bias.dim() + dim
-    return [Axis("batch", batch, 0), Axis("heads", heads, 1, (k.shape[1],))]
+    return [Axis("batch", batch, 0), Axis("heads", heads, 1, ((q if shared else k).shape[1],))]
 
 
 def _per_head(arguments: Sequence[Any]) -> list[Axis]:
     """Of r-operators: (B, H, ·, ·), where heads of the second may be shared."""
     tensors = [n for n, t in enumerate(arguments) if isinstance(t, Tensor)]
-    heads = tuple(arguments[n].shape[1] for n in tensors)
-    return [Axis("batch", dict.fromkeys(tensors, 0), 0), Axis("heads", dict.fromkeys(tensors, 1), 1, heads)]
+    several = [n for n in tensors if arguments[n].shape[1] != 1]  # one head for all is whole on every rank
+    heads = tuple(arguments[n].shape[1] for n in several)
+    return [Axis("batch", dict.fromkeys(tensors, 0), 0), Axis("heads", dict.fromkeys(several, 1), 1, heads)]
 
 
 def _product(arguments: Sequence[Any]) -> list[Axis]:
     sums = arguments[6] or arguments[7]  # over what would be cut
     return [] if sums else _axes(_batch_of(arguments, {0: 4, 1: 4}))
+
+
+def _sparse_product(arguments: Sequence[Any], values: int, dense: int) -> list[Axis]:
+    """Of packed values and a dense operand, of which the dimension that is not summed over may be cut too."""
+    one_head, x = block_layout(arguments[2]).shape[0] == 1, arguments[dense]
+    has_batch = 4 in (arguments[values].dim(), x.dim())
+    has_heads = has_batch or x.dim() > 2 or not one_head
+    before = has_batch + has_heads  # dimensions of the result before rows and columns
+    is_last = bool(arguments[3 + dense]) == (dense == 0)  # transposed or not
+    lines = Axis("columns" if dense else "rows", {dense: x.dim() - (1 if is_last else 2)}, before + dense)
+    heads = Axis("heads", {dense: x.dim() - 3}, before - 1) if one_head and x.dim() > 2 else None
+    return _axes(*_product(arguments), lines, None if arguments[6] or arguments[7] else heads)
 
 
 def _kronecker(arguments: Sequence[Any]) -> list[Axis]:
@@ -81,8 +96,8 @@ _RULES: dict[str, Rule] = {
     "r_softmax": _per_head,
     "r_spmm": _per_head,
     "sdd": _product,
-    "dsd": _product,
-    "dds": _product,
+    "dsd": lambda a: _sparse_product(a, 0, 1),
+    "dds": lambda a: _sparse_product(a, 1, 0),
     "block_softmax": lambda a: _axes(_batch_of(a, {0: 4, 3: 4, 4: 2})),
     "block_pack": lambda a: _axes(_batch_of(a, {0: 4})),
     "block_unpack": lambda a: _axes(_batch_of(a, {0: 4})),

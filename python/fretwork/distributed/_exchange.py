@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -30,7 +32,8 @@ class Exchange:
 
     A round waits for the work that a device was given before it, so rounds are posted ahead: while they take the memory
     of at most `room` rows, and two beside the one that the caller waits for in any case. A round takes the memory of
-    the rows that arrive, and of the rows that leave in copies, `copies[peer]`.
+    the rows that arrive, and of the rows that leave in copies, `copies[peer]`. Transports that look at tags (Gloo) let
+    no message of another call in.
     """
 
     def __init__(
@@ -43,8 +46,10 @@ class Exchange:
         room: int,
         copies: Mapping[int, int] | None = None,
         back: bool = False,
+        tag: int = 0,
     ) -> None:
         self._op, self._group, self._gives, self._shapes, self._like = op, group, gives, shapes, like
+        self._tag = tag
         self._step, self._next = -1 if back else 1, 1
         self._copies, self._room = copies or {}, room  # the room less what posted rounds take
         self._posted: deque[_Round] = deque()
@@ -62,12 +67,16 @@ class Exchange:
             self._next += 1
             given = [t.contiguous() for t in self._gives(to)]
             arriving = [self._like.new_empty(tuple(shape)) for shape in shapes]
-            ops = [dist.P2POp(dist.isend, t, group=self._group, group_peer=to) for t in given if t.numel()]
-            ops += [dist.P2POp(dist.irecv, t, group=self._group, group_peer=source) for t in arriving if t.numel()]
-            if ops:
+            ops = [self._message(dist.isend, t, to) for t in given if t.numel()]
+            ops += [self._message(dist.irecv, t, source) for t in arriving if t.numel()]
+            if given or arriving:
                 self._room -= rows
                 with explained(self._op):
-                    self._posted.append(_Round(source, rows, arriving, given, dist.batch_isend_irecv(ops)))
+                    works = dist.batch_isend_irecv(ops) if ops else []  # tensors may be empty
+                self._posted.append(_Round(source, rows, arriving, given, works))
+
+    def _message(self, way: Callable[..., Any], t: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(way, t, group=self._group, tag=self._tag, group_peer=peer)
 
     def arrivals(self) -> Iterator[tuple[int, list[Tensor]]]:
         """(peer, what it sent), one after another, until all is sent and has come."""
@@ -115,7 +124,38 @@ class explained:
             ) from error
 
 
-def gathered(op: str, group: dist.ProcessGroup, numbers: list[int], device: torch.device) -> list[list[int]]:
+# Calls that a group has agreed on, and the tags of their messages: small enough for every transport.
+_TAGS = 2**15
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, int]] = weakref.WeakKeyDictionary()
+
+
+def agreed(
+    op: str, group: dist.ProcessGroup, key: object, values: Callable[[], dict[str, object]], device: torch.device
+) -> int:
+    """Compares checksums of a call's arguments with the other ranks, the first time that a group sees such a call.
+
+    Gives the tag of the call.
+    """
+    known = _agreed.setdefault(group, {})
+    if (op, key) in known or group.size() == 1:
+        return known.get((op, key), 0)
+    mine = values()
+    every = _gathered(op, group, [_checksum(value) for value in mine.values()], device)
+    for n, (name, value) in enumerate(mine.items()):
+        others = [rank for rank, numbers in enumerate(every) if numbers[n] != every[group.rank()][n]]
+        if others:
+            got = f"{str(value)[:200]} on rank {group.rank()} and something else on rank {others[0]}"
+            fail(op, name, "the same on every rank of the group", got)
+    known[op, key] = sum(every[0]) % _TAGS
+    return known[op, key]
+
+
+def _checksum(value: object) -> int:
+    """A number that is the same in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _gathered(op: str, group: dist.ProcessGroup, numbers: list[int], device: torch.device) -> list[list[int]]:
     """The numbers of every rank."""
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     every = [torch.empty_like(mine) for _ in range(group.size())]

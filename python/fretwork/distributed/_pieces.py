@@ -211,8 +211,8 @@ class _Backward:
         for source in step.sources:
             back, found = self.back.setdefault(source.peer, {}), source.keys.take(part)
             count = self.call.plan.receives[source.peer]
-            if source.rows.ranges == ((0, count),):
-                back[n] = found
+            if source.rows.ranges == ((0, count),) and (found.shape == part.shape or len(source.keys.ranges) > 1):
+                back[n] = found  # not a view that would keep the rest of the piece
                 continue
             if n not in back:
                 back[n] = part.new_empty((*part.shape[:2], count, part.shape[3]))
@@ -228,7 +228,8 @@ class _Backward:
 
         likes = [(self.q, self.k, self.v)[n] for n in self.wanted]
         shapes = {peer: _shapes(likes, places.count) for peer, places in self.call.plan.gives.items()}
-        return Exchange(_OP, self.call.group, given, shapes, self.k, self.call.plan.room, back=True)
+        call = self.call
+        return Exchange(_OP, call.group, given, shapes, self.k, call.plan.room, back=True, tag=call.tag)
 
 
 def _shapes(likes: Iterable[Tensor], count: int) -> list[Shape]:
@@ -263,13 +264,15 @@ def _arriving(
     plan = call.plan
     receives = {} if again and not plan.fetches else plan.receives
     gives = {peer: places for peer, places in plan.gives.items() if not again or plan.fetches_again[peer]}
+    every = any(places.count == own[0].shape[2] for places in gives.values())
+    sent = [t.contiguous() for t in own] if every else own  # one copy for all peers that get every row
 
     def given(peer: int) -> list[Tensor]:
-        return [gives[peer].take(t) for t in own] if peer in gives else []
+        return [gives[peer].take(t) for t in sent] if peer in gives else []
 
     shapes = {peer: _shapes(own, count) for peer, count in receives.items()}
     copies = {peer: places.count for peer, places in gives.items() if places.count < own[0].shape[2]}
-    exchange = Exchange(_OP, call.group, given, shapes, own[0], plan.room, copies)
+    exchange = Exchange(_OP, call.group, given, shapes, own[0], plan.room, copies, tag=call.tag)
     exchange.post()
     arrivals = exchange.arrivals()
     left = [source.peer for step in steps for source in step.sources]

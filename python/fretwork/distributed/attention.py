@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import weakref
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
@@ -18,7 +16,7 @@ from fretwork._torch.registration import operand
 from fretwork.attention import Patterns, alibi, slopes_of
 from fretwork.block_lists import BlockLists
 from fretwork.distributed._call import Bias, Call, Sizes, method_of
-from fretwork.distributed._exchange import checked_group, gathered
+from fretwork.distributed._exchange import agreed, checked_group
 from fretwork.distributed._pieces import PiecewiseAttention
 from fretwork.distributed._ulysses import UlyssesAttention
 from fretwork.distributed.shards import Ranges, Shards, equal_ranges
@@ -280,23 +278,18 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor |
 
 # Agreement
 
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Any]] = weakref.WeakKeyDictionary()
-
-
-def _checksum(value: object) -> int:
-    """A number that is the same in every process."""
-    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little", signed=True)
-
 
 def _agree(method: str, sizes: Sizes, q: Tensor, call: Call, extras: tuple[str, ...]) -> None:
-    """Compares checksums with the other ranks, the first time that a group sees such a call."""
+    """Compares the call with those of the other ranks, and gives it a tag."""
     options = call.scale, call.softcap, call.precision, extras, call.padding_is_whole, call.returns_lse
-    known = _agreed.setdefault(call.group, set())
     key = call.patterns, call.rows, call.keys, sizes, q.dtype, options, method
-    if key in known or call.group.size() == 1:
-        return
+    call.tag = agreed(_OP, call.group, key, lambda: _told(method, sizes, q, call, options), q.device)
+
+
+def _told(method: str, sizes: Sizes, q: Tensor, call: Call, options: tuple[Any, ...]) -> dict[str, object]:
+    """What ranks compare, by argument."""
     texts = [p.text for p in call.patterns]
-    mine: dict[str, object] = {
+    return {
         "pattern": texts[0] if len(texts) == 1 else texts,
         "shards": (call.rows, call.keys),
         "q": (sizes.batch, sizes.heads, sizes.depth, str(q.dtype), sizes.learns[0]),
@@ -306,10 +299,3 @@ def _agree(method: str, sizes: Sizes, q: Tensor, call: Call, extras: tuple[str, 
         "options": (*options, sizes.backward),
         "method": method,
     }
-    every = gathered(_OP, call.group, [_checksum(value) for value in mine.values()], q.device)
-    for n, (name, value) in enumerate(mine.items()):
-        others = [rank for rank, numbers in enumerate(every) if numbers[n] != every[call.group.rank()][n]]
-        if others:
-            got = f"{str(value)[:200]} on rank {call.group.rank()} and something else on rank {others[0]}"
-            fail(_OP, name, "the same on every rank of the group", got)
-    known.add(key)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fretwork._checks import fail, whole_number
 from fretwork._torch.arguments import check_tensor
-from fretwork.distributed._exchange import checked_group, explained
+from fretwork.distributed._exchange import agreed, checked_group, explained
 from fretwork.distributed.shards import Shards
 
 __all__ = ["gather", "scatter"]
@@ -87,8 +87,10 @@ def _all(op: str, local: Tensor, dim: int, sizes: tuple[int, ...], group: dist.P
     if group.size() == 1:
         return local
     rows = local.movedim(dim, 0).contiguous()
-    is_bool = rows.dtype == torch.bool
-    rows = rows.view(torch.uint8) if is_bool else rows
+    key = tuple(rows.shape[1:]), local.dtype, dim, sizes
+    agreed(op, group, key, lambda: {"shards": sizes, "dim": dim, "local": key[:2]}, local.device)
+    is_byte = rows.element_size() == 1  # bool and float8, which not every transport knows
+    rows = rows.view(torch.uint8) if is_byte else rows
     most = max(sizes)
     padded = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, most - rows.shape[0]))
     every = padded.new_empty((group.size() * most, *rows.shape[1:]))
@@ -97,7 +99,7 @@ def _all(op: str, local: Tensor, dim: int, sizes: tuple[int, ...], group: dist.P
         gather(every, padded.contiguous(), group=group)
     parts = [part[:size] for part, size in zip(every.split(most or 1), sizes, strict=False)]
     whole = torch.cat(parts) if parts else every
-    return (whole.view(torch.bool) if is_bool else whole).movedim(0, dim).contiguous()
+    return (whole.view(local.dtype) if is_byte else whole).movedim(0, dim).contiguous()
 
 
 class _Scatter(torch.autograd.Function):

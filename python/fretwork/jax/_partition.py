@@ -31,6 +31,7 @@ def partitioned(
     if not axes or not all(x.size for x in arguments):
         return call(*arguments)
     results = jax.eval_shape(call, *arguments)
+    axes = [_of_several(axis, arguments, results) for axis in axes]
     of_arguments = [[axis.arguments[n] for axis in axes] for n in range(len(arguments))]
     of_results = [[axis.results[n] for axis in axes] for n in range(len(results))]
 
@@ -61,6 +62,16 @@ def partitioned(
     rule, sizes = _rule([x.shape for x in arguments], of_arguments, [x.shape for x in results], of_results)
     cut.def_partition(partition=partition, sharding_rule=rule, **sizes)
     return cut(*arguments)  # type: ignore[no-any-return]
+
+
+def _of_several(axis: Axis, arguments: Sequence[Any], results: Sequence[Any]) -> Axis:
+    """The axis of the operands that have several elements there: one head for all is whole, and its gradient a sum."""
+
+    def kept(operands: Sequence[Any], dims: Dims) -> Dims:
+        return [None if d is None or (several and x.shape[d] == 1) else d for x, d in zip(operands, dims, strict=True)]
+
+    several = any(d is not None and x.shape[d] != 1 for x, d in zip(arguments, axis.arguments, strict=True))
+    return Axis(kept(arguments, axis.arguments), kept(results, axis.results))
 
 
 def _names(mesh: Mesh, places: Sequence[tuple[Any, int | None]]) -> tuple[str, ...] | None:

@@ -60,7 +60,8 @@ def _product(p: _Product, a: jax.Array, b: jax.Array) -> jax.Array:
         whole = a.shape[1]
 
         def on_part(a: jax.Array, b: jax.Array) -> list[jax.Array]:
-            part = p._replace(heads=p.heads * a.shape[1] // whole if whole else p.heads)
+            heads = p.heads if p.heads == 1 or not whole else p.heads * a.shape[1] // whole
+            part = p._replace(heads=heads)
             result = jax.ShapeDtypeStruct(part.shape(a, b), a.dtype)
             return [foreign(p.op, result, a, b, pattern=p.pattern.text)]
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from fretwork._checks import flag, whole_number
 from fretwork._torch.arguments import FLOATING, autocasts, check_tensor, torch_precision
 from fretwork._torch.block import linear
-from fretwork._torch.differentiable import called_plainly
+from fretwork._torch.differentiable import called_plainly, holds_dtensors
 from fretwork._torch.private import held
 from fretwork.block import dds
 from fretwork.nn._structure import Structured
@@ -117,10 +117,14 @@ class BlockSparseLinear(Structured):
 
     def _composed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Of ops that others trace, map or cast."""
-        y = dds(x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x[None], weight, self.layout, trans_b=True)
+        if x.dim() == 2 or (x.dim() in (3, 4) and holds_dtensors((x,))):  # which may be cut along any dimension
+            rows = x
+        else:
+            rows = x.flatten(0, -2) if x.dim() > 2 else x[None]
+        y = dds(rows, weight, self.layout, trans_b=True)
         if bias is not None:
             y = y + bias.to(y.dtype)  # which autocast may have chosen
-        return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
+        return y if rows is x else y.reshape(*x.shape[:-1], self.out_features)
 
     def _check(self, x: Tensor, weight: Tensor) -> None:
         check_tensor("BlockSparseLinear", "x", x)

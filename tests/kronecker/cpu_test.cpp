@@ -192,6 +192,26 @@ TEST(KroneckerCpu, GradientInEveryTypeAndLayout) {
   }
 }
 
+/// A few rows, of more weights than are computed at a time; and small blocks with a long batch.
+TEST(KroneckerCpu, GradientsOfOperandsAsTheyLie) {
+  TbbExecutor threads;
+  for (const DType dtype : kTypes) {
+    for (const Sizes& s : {Sizes{1, 70, 190, 3}, {2, 31, 300, 5}, {1, 21, 90, 20}, {2, 19, 40, 32}, {1, 9, 300, 8}}) {
+      for (const Index batch : {1, 2, 3, 4, 5, 16}) {
+        check_gradient({s, batch, dtype, Order::first}, threads);
+        check_gradient({s, batch, dtype, Order::last, Order::first, true}, threads);
+      }
+      check_gradient({s, 3, dtype, Order::apart, Order::first}, threads);
+    }
+    for (const Sizes& s : {Sizes{9, 4, 5, 1}, {3, 8, 9, 4}, {2, 1, 40, 7}, {1, 6, 3, 17}}) {
+      for (const Index batch : {70, 331}) {
+        check_gradient({s, batch, dtype, Order::last, Order::first, true}, threads);
+        check_gradient({s, batch, dtype, Order::last, Order::apart}, threads);
+      }
+    }
+  }
+}
+
 TEST(KroneckerCpu, LargerTilesAndBatches) {
   TbbExecutor threads;
   for (const Sizes& s :
@@ -277,7 +297,7 @@ TEST(KroneckerCpu, ActivationsOfNoNumbers) {
 
 TEST(KroneckerCpu, SameBytesForAnyNumberOfThreads) {
   TbbExecutor many(7), two(2);
-  for (const Sizes& s : {Sizes{1, 40, 24, 1}, {2, 24, 20, 5}, {1, 16, 24, 16}}) {
+  for (const Sizes& s : {Sizes{1, 40, 24, 1}, {2, 24, 20, 5}, {1, 16, 24, 16}, {8, 4, 6, 2}}) {
     for (const Order order : {Order::first, Order::last}) {
       const auto& [a, b, c, d] = s;
       const Index batch = 2100;

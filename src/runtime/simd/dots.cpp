@@ -187,22 +187,38 @@ void Along(const Dots& p, std::int64_t first) {
   }
 }
 
+/// In the place of a number of elements: runs that do not fill a vector.
+constexpr int kOddRun = -1;
+
 /// x as `Across` reads it.
 template <typename T>
 struct Rows {
+  using Place = hwy::MakeSigned<T>;
   const T* data;
   std::int64_t stride, step;  ///< from one row, and from one k, to the next
-  std::int64_t repeat;        ///< elements after which a vector meets the same l again
+  std::int64_t vectors;       ///< after which l is the same again
+  /// Of runs that do not fill a vector: which of its elements each lane of these vectors reads.
+  HWY_ALIGN Place places[kLanes<T> * kLanes<T>];
 };
 
-/// The rows themselves, where a period is whole vectors or is repeated within one as it is read; else copies in which
-/// it is repeated until it is whole vectors.
+/// The rows themselves; copies, in which a period is repeated until it is whole vectors, where it is longer than a
+/// vector and does not end with one.
 template <typename T>
-Rows<T> RowsOf(const Dots& p) {
+void ReadRows(const Dots& p, Rows<T>& rows) {
   const auto* const x = static_cast<const T*>(p.x);
   const std::int64_t repeat = std::lcm(p.period, kLanes<T>);
-  if (repeat == p.period || repeat == kLanes<T>) {
-    return {x, p.x_stride, p.period, repeat};
+  rows.data = x;
+  rows.stride = p.x_stride;
+  rows.step = p.period;
+  rows.vectors = repeat / kLanes<T>;
+  if (repeat == p.period) {
+    return;
+  }
+  if (p.period < kLanes<T>) {
+    for (std::int64_t n = 0; n < repeat; ++n) {
+      rows.places[n] = static_cast<typename Rows<T>::Place>(n % p.period);
+    }
+    return;
   }
   thread_local Scratch scratch;
   T* const to = reinterpret_cast<T*>(scratch.need(static_cast<std::size_t>(p.batch * p.depth * repeat) * sizeof(T)));
@@ -214,21 +230,29 @@ Rows<T> RowsOf(const Dots& p) {
       }
     }
   }
-  return {to - p.terms[0].at, p.depth * repeat, repeat, repeat};
+  rows.data = to - p.terms[0].at;
+  rows.stride = p.depth * repeat;
+  rows.step = repeat;
 }
 
-/// Outputs from `col` on, kVectors vectors of them. A vector repeats runs of kRun elements of x, or if that is 0 reads
-/// a whole vector of it.
+/// Outputs from `col` on, kVectors vectors of them. A vector repeats runs of kRun elements of x, in part if they are
+/// odd, or if kRun is 0 reads a whole vector of it.
 template <typename In, typename T, int kVectors, int kBatch, int kRun>
 void AcrossVectors(const Dots& p, const Rows<T>& x, std::int64_t first, std::int64_t col) {
   const Tag<T> d;
   hn::Vec<Tag<T>> sum[kBatch][kVectors];
   std::int64_t there[kVectors], place[kVectors];
+  decltype(hn::SetTableIndices(d, x.places)) odd[kVectors];
+  std::int64_t vector = kRun <= 0 ? col / kLanes<T> % x.vectors : 0;
   T* const sums = static_cast<T*>(p.sums) + first * p.sum_stride + col;
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) {
     there[v] = std::clamp<std::int64_t>(p.rows * p.period - col - v * kLanes<T>, 0, kLanes<T>);
-    place[v] = kRun == 0 ? (col + v * kLanes<T>) % x.repeat : 0;
+    place[v] = kRun == 0 ? vector * kLanes<T> : 0;
+    if constexpr (kRun == kOddRun) {
+      odd[v] = hn::SetTableIndices(d, x.places + vector * kLanes<T>);
+    }
+    vector = vector + 1 == x.vectors ? 0 : vector + 1;
 #pragma GCC unroll 4
     for (int n = 0; n < kBatch; ++n) {
       const T* const from = sums + n * p.sum_stride + v * kLanes<T>;
@@ -247,10 +271,19 @@ void AcrossVectors(const Dots& p, const Rows<T>& x, std::int64_t first, std::int
         }
 #pragma GCC unroll 4
         for (int n = 0; n < kBatch; ++n) {
+          const T* const run = of_x + n * x.stride;
+          if constexpr (kRun == kOddRun) {
+            const auto whole = LoadSome(d, run, p.period);
 #pragma GCC unroll 4
-          for (int v = 0; v < kVectors; ++v) {
-            const T* const run = of_x + n * x.stride + place[v];
-            sum[n][v] = hn::MulAdd(weights[v], Repeat < kRun == 0 ? int{kLanes<T>} : kRun > (d, run), sum[n][v]);
+            for (int v = 0; v < kVectors; ++v) {
+              sum[n][v] = hn::MulAdd(weights[v], hn::TableLookupLanes(whole, odd[v]), sum[n][v]);
+            }
+          } else {
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; ++v) {
+              const auto of_run = Repeat < kRun == 0 ? int{kLanes<T>} : kRun > (d, run + place[v]);
+              sum[n][v] = hn::MulAdd(weights[v], of_run, sum[n][v]);
+            }
           }
         }
       }
@@ -284,7 +317,7 @@ void AcrossRuns(const Dots& p, const Rows<T>& x, std::int64_t first) {
 template <typename In, typename T, int kBatch, int kRun = 1>
 void Across(const Dots& p, const Rows<T>& x, std::int64_t first) {
   if constexpr (kRun >= kLanes<T> && kRun > 1) {
-    AcrossRuns<In, T, kBatch, 0>(p, x, first);
+    p.period < kLanes<T> ? AcrossRuns<In, T, kBatch, kOddRun>(p, x, first) : AcrossRuns<In, T, kBatch, 0>(p, x, first);
   } else if (p.period == kRun) {
     AcrossRuns<In, T, kBatch, kRun>(p, x, first);
   } else {
@@ -294,7 +327,10 @@ void Across(const Dots& p, const Rows<T>& x, std::int64_t first) {
 
 template <typename In, typename T>
 void DotsOf(const Dots& p) {
-  const Rows<T> x = p.across ? RowsOf<T>(p) : Rows<T>{};
+  Rows<T> x;
+  if (p.across) {
+    ReadRows(p, x);
+  }
   const auto some = [&]<int kBatch>(std::integral_constant<int, kBatch>, std::int64_t first) {
     p.across ? Across<In, T, kBatch>(p, x, first) : Along<In, T, kBatch>(p, first);
   };

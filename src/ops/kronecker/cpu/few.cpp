@@ -142,17 +142,13 @@ bool runs_are_odd(const Problem& p) {
 
 bool few_rows_pay(const Problem& p) {
   const auto& [a, b, c, d] = p.sizes;
-  const std::int64_t lanes = simd::widened_tiles(p.dtype).lanes;
-  const bool odd = runs_are_odd(p);
-  if (odd && p.x.batch == 1 && p.batch >= kRegroupedFew) {
-    return false;  // batch last, turned weights are quicker
-  }
-  if (!along(p)) {
-    return !odd || b >= 2 * p.batch * lanes;
+  const bool last = p.x.batch == 1 && p.batch > 1;
+  if (runs_are_odd(p)) {
+    return along(p) ? c * d * d >= p.batch * (last ? 300 : 600) : last || d > 4 || p.batch <= 2;
   }
   // Of five rows and more, products in pairs make up for packing.
   const bool pairs = d == 1 && p.batch > 4 && p.x.feature == 1 && simd::tiles(p.dtype).group > 1;
-  return d >= lanes || c * d >= p.batch * (odd ? 60 : pairs ? 16 : 4);
+  return !along(p) || d >= simd::widened_tiles(p.dtype).lanes || c * d >= p.batch * (pairs ? 16 : 4);
 }
 
 void run_few_rows(const Problem& problem, Context& context) { run_as<FewRows>(problem, context); }

@@ -277,18 +277,8 @@ void run_apart(const WeightProblem& problem, bool copies, Context& context) {
   put_together(weights.data(), problem.d_w, s, problem.dtype, context);
 }
 
-}  // namespace
-
-void run(const WeightProblem& problem, Context& context) {
-  const bool last = problem.batch > 1 && problem.x.batch == 1 && problem.d_y.batch == 1;
-  const bool copies = regroups(problem, last);
-  if (copies || stored_apart(problem, last)) {
-    run_apart(problem, copies, context);
-    if (problem.d_bias.data != nullptr) {
-      add_bias(problem, last, context);
-    }
-    return;
-  }
+/// The gradient in blocks, each over one piece of the batch after the other.
+void run_packed(const WeightProblem& problem, bool last, Context& context) {
   const WeightWork work(problem, last);
   const std::int64_t jobs = work.jobs(), pieces = work.pieces();
   const Workspace workspace(context, work.bytes());
@@ -309,6 +299,16 @@ void run(const WeightProblem& problem, Context& context) {
                                        work.add_pieces(job, partial);
                                      }
                                    });
+  }
+}
+
+}  // namespace
+
+void run(const WeightProblem& problem, Context& context) {
+  const bool last = problem.batch > 1 && problem.x.batch == 1 && problem.d_y.batch == 1;
+  if (!run_as_it_lies(problem, last, context)) {
+    const bool copies = regroups(problem, last);
+    copies || stored_apart(problem, last) ? run_apart(problem, copies, context) : run_packed(problem, last, context);
   }
   if (problem.d_bias.data != nullptr) {
     add_bias(problem, last, context);

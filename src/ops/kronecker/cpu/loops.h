@@ -12,8 +12,6 @@ namespace fretwork::kronecker::cpu {
 
 /// Pieces of work per thread, if there are as many.
 constexpr std::int64_t kPieces = 4;
-/// The least batch that is regrouped.
-constexpr std::int64_t kRegroupedFew = 2;
 
 /// What the loops know of their problem.
 class Work {

@@ -39,8 +39,10 @@ constexpr std::int64_t kFewPanels = 4;
 constexpr std::int64_t kTurnedDeltas = 2;
 /// Weights of one δ that are turned at a time.
 constexpr std::int64_t kTurnedTogether = 1024;
-/// The least batch and blocks that are regrouped for pairs; bytes of x and y at a time, and rows at least.
-constexpr std::int64_t kRegroupedRows = 32, kRegroupedSide = 16, kRegroupedBytes = 1 << 20, kRegroupedLeast = 256;
+/// The least batch that is regrouped, and the least batch and blocks for pairs; bytes of x and y at a time, and rows at
+/// least.
+constexpr std::int64_t kRegroupedFew = 2, kRegroupedRows = 32, kRegroupedSide = 16, kRegroupedBytes = 1 << 20,
+                       kRegroupedLeast = 256;
 
 /// Rows are the batch; columns are output features, with their δ on neighbouring lanes.
 class BatchFirst : Work {
@@ -574,7 +576,8 @@ bool regroups(const Problem& p) {
     return false;
   }
   const bool large = p.batch >= kRegroupedRows && s.b * s.c >= kRegroupedSide * (s.b + s.c);
-  return (simd::tiles(p.dtype).group > 1 && large) || (few_rows_fit(p) && runs_are_odd(p));
+  const bool few = simd::widened_tiles(p.dtype).widens && few_rows_fit(p) && runs_are_odd(p) && !few_rows_pay(p);
+  return (simd::tiles(p.dtype).group > 1 && large) || few;
 }
 
 /// A part of the batch at a time, so that its copies stay in the caches.

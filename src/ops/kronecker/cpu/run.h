@@ -205,4 +205,7 @@ inline void Packing::store(const std::byte* sums, std::int64_t sum_stride, std::
 /// to[j] += Σ_i from[i][j], or to[i] += Σ_j from[i][j] if `along`; all of the type of sums.
 void add_up(const void* from, std::int64_t rows, std::int64_t cols, bool along, void* to, DType dtype);
 
+/// The gradient of weights of a few batch rows or of small blocks (`few_gradient.cpp`); false where others are faster.
+bool run_as_it_lies(const WeightProblem& problem, bool last, Context& context);
+
 }  // namespace fretwork::kronecker::cpu

@@ -91,7 +91,6 @@ put = [jax.device_put(t, NamedSharding(mesh, P(None, "y"))) if t is q else t for
 assert np.allclose(jax.jit(lambda *a: fj.attention(*a, pattern))(*put), fj.attention(q, k, k, pattern), atol=1e-5)
 mapped = jax.vmap(lambda a, b: fj.attention(a, b, b, pattern))(qkv[0][None], qkv[1][None])[0]
 assert np.allclose(mapped, fj.attention(qkv[0], qkv[1], qkv[1], pattern), atol=1e-5)
-print("done")
 """
 
 UNDER_SHARD_MAP = """
@@ -139,22 +138,43 @@ compressed = lambda x, w: two_four.linear(x, two_four.compress(two_four.prune(w)
 check(compressed, [some(8, 32), some(12, 32)], [P("x"), P()], P("x"))
 check(lambda x, v: two_four.linear(x, two_four.TwoFour(v, s.metadata)), [some(8, 32), s.values], [P("x"), P()], P("x"))
 check(lambda b: two_four.matmul(s, b), [some(4, 32, 6)], [P("x")], P("x"))
-blocks = jnp.asarray(draw.random((1, 1, 3, 3)) < .7)
-check(lambda q, k, v: fj.attention(q, k, v, blocks=blocks, block=16), qkv, [P("x")] * 3, P("x"))
 ids = jnp.asarray(np.sort(draw.integers(0, 3, 48)))
 packed = [jnp.moveaxis(t[0], 0, 1) for t in qkv]
 check(lambda q, k, v: fj.varlen_attention(q, k, v, segment_ids=ids), packed, [P(None, "y")] * 3, P(None, "y"))
-lists = lambda q, k, v: fj.attention(q, k, v, blocks=fj.select_blocks(q, k, 2, block=16), block=16)
-check(lists, qkv, [P("x")] * 3, P("x"))
-chosen = lambda q, k, v: fj.selected_attention(q, k, v, jnp.zeros((q.shape[0], k.shape[1], 48, 1), jnp.int32), block=16)
-check(chosen, qkv, [P("x")] * 3, P("x"))
-print("done")
+"""
+
+# In both ways.
+DEVICE_KEYS = """
+# Keys that only the device knows: masks and lists of a batch, of heads or of all, selections, documents.
+for shape in ((4, 8), (4, 4), (1, 4), (4, 1), (1, 1)):
+    mask = jnp.asarray(draw.random((*shape, 3, 3)) < 0.6)
+    spec = P(*(name if size > 1 else None for name, size in zip("xy", shape)))
+    blocked = lambda q, k, v, m: fj.attention(q, k, v, blocks=m, block=16)
+    check(blocked, [*qkv, mask], [both] * 3 + [spec], both, (0, 1, 2))
+    counts, indices = mask.sum(3, dtype=jnp.int32), jnp.argsort(~mask, axis=3).astype(jnp.int32)
+    listed = lambda q, k, v, c, i: fj.attention(q, k, v, blocks=fj.BlockLists(c, i), block=16)
+    check(listed, [*qkv, counts, indices], [both] * 3 + [spec] * 2, both, (0, 1, 2))
+mask = jnp.asarray(draw.random((4, 8, 3, 3)) < 0.6)
+causal = fw.patterns.causal(48)
+learned = lambda q, k, v, s, b, m: fj.attention(q, k, v, causal, sinks=s, bias=b, blocks=m, block=16)
+check(learned, [*qkv, some(8), some(8, 48, 48), mask], [both] * 3 + [P("y"), P("y"), both], both, range(5))
+blocked = lambda q, k, v, m: fj.attention(q, k, v, blocks=m, block=16)
+check(blocked, [qkv[0], some(4, 1, 48, 8), some(4, 1, 48, 8), mask], [both, P("x"), P("x"), both], both, (0, 1, 2))
+selection = jnp.asarray(draw.permuted(np.tile(np.arange(3), (4, 4, 48, 1)), axis=3)[..., :2], jnp.int32)
+selected = lambda q, k, v, i: fj.selected_attention(q, k, v, i, block=16)
+check(selected, [*qkv, selection], [both] * 4, both, (0, 1, 2))
+topk = lambda q, k, v: fj.attention(q, k, v, blocks=fj.select_blocks(q, k, 2, block=16), block=16)
+check(topk, qkv, [both] * 3, both)
+check(topk, [qkv[0], some(4, 1, 48, 8), some(4, 1, 48, 8)], [P("x")] * 3, P("x"))
+packed = [x[0].swapaxes(0, 1) for x in qkv]
+documents = lambda q, k, v: fj.varlen_attention(q, k, v, jnp.array([0, 5, 30, 48]), causal=True)
+check(documents, packed, [P(None, "x")] * 3, P(None, "x"))
 """
 
 
 def run(program):
     flags = dict(XLA_FLAGS="--xla_force_host_platform_device_count=4", JAX_PLATFORMS="cpu")
-    command = [sys.executable, "-c", PRELUDE + program]
+    command = [sys.executable, "-c", f"{PRELUDE}{program}{DEVICE_KEYS}print('done')"]
     done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True, timeout=300)
     assert done.stdout == "done\n", done.stderr[-3000:]
 

@@ -64,6 +64,15 @@ def partitioned(
     return cut(*arguments)  # type: ignore[no-any-return]
 
 
+def dims_of_extras(kinds: str, extras: Sequence[jax.Array], dim: int, size: int) -> list[int | None]:
+    """Of the batch (0) or the heads (1) of attention: a bias b, slopes s, a seed d, key padding k, sinks z."""
+    own = "sz" if dim else "k"
+    return [
+        (dim if x.shape[dim] == size != 1 else None) if kind == "b" else (0 if kind in own else None)
+        for kind, x in zip(kinds, extras, strict=True)
+    ]
+
+
 def _of_several(axis: Axis, arguments: Sequence[Any], results: Sequence[Any]) -> Axis:
     """The axis of the operands that have several elements there: one head for all is whole, and its gradient a sum."""
 

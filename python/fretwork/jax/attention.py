@@ -25,7 +25,7 @@ from fretwork.jax._handlers import (
     one_by_one,
     operand,
 )
-from fretwork.jax._partition import Axis, partitioned
+from fretwork.jax._partition import Axis, dims_of_extras, partitioned
 from fretwork.jax.dynamic_attention import BlockCall, BlockLists, block_attention, given_blocks
 from fretwork.patterns import Pattern
 
@@ -61,13 +61,10 @@ class AttentionCall(NamedTuple):
             return []
         batch, heads = arguments[0].shape[:2]
         axes = []
-        for dim, size, own in ((0, batch, "k"), (1, heads, "sz")):
+        for dim, size in enumerate((batch, heads)):
             if len(self.patterns) > 1 and (dim == 1 or len(self.patterns) != heads):
                 continue
-            of_extras = [
-                (dim if x.shape[dim] == size != 1 else None) if kind == "b" else (0 if kind in own else None)
-                for kind, x in zip(self.extras, arguments[count:], strict=True)
-            ]
+            of_extras = dims_of_extras(self.extras, arguments[count:], dim, size)
             learned = [d for kind, d in zip(self.extras, of_extras, strict=True) if kind in "bz"]
             results = [dim] * 2 if count == 3 else [dim] * 3 + learned
             axes.append(Axis([dim] * count + of_extras, results))

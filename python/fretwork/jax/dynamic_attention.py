@@ -24,6 +24,7 @@ from fretwork.jax._handlers import (
     one_by_one,
     operand,
 )
+from fretwork.jax._partition import Axis, dims_of_extras, partitioned
 from fretwork.patterns import Pattern
 
 __all__ = ["BlockLists", "select_blocks", "selected_attention", "varlen_attention"]
@@ -63,6 +64,20 @@ class _Dynamic(NamedTuple):
         sizes = np.array(self.sizes, np.int64)
         return {**texts, "sizes": sizes, **{name: np.float64(number) for name, number in numbers.items()}}
 
+    def axes(self, arguments: Sequence[jax.Array], count: int) -> list[Axis]:
+        """Batch and heads, of the forward call or of the gradients: keys and extras follow after `count` operands.
+        Documents share one batch, and are whole on every device."""
+        if "d" in self.extras:  # dropped elements are counted from the first of a call
+            return []
+        extras = arguments[count + _FORMS[self.keys] :]
+        axes = []
+        for dim, size in enumerate(arguments[0].shape[:2]):
+            of_keys = [None if self.keys == "documents" else dim] * _FORMS[self.keys]
+            of_extras = dims_of_extras(self.extras, extras, dim, size)
+            results = [dim] * 2 if count == 3 else [dim] * 3 + of_extras[: self.extras.startswith("b")]
+            axes.append(Axis([dim] * count + of_keys + of_extras, results))
+        return axes
+
 
 def _fold_keys(x: jax.Array, batched: bool, size: int, batch: int) -> jax.Array:
     """Lists of one element or of each; those that all elements share stay as they are."""
@@ -77,7 +92,10 @@ def _batched_call(
 ) -> Callable[..., Sequence[jax.Array]]:
     """`call`, which gives `count` results of so many operands, the keys and the extras, under vmap too: into the batch
     where it can be."""
-    with_rule = custom_vmap(call)
+
+    @custom_vmap
+    def with_rule(*arguments: jax.Array) -> Sequence[jax.Array]:
+        return partitioned(call, p.axes(arguments, operands), arguments)
 
     @with_rule.def_vmap
     def _(size: int, batched: list[bool], *arguments: jax.Array) -> tuple[Sequence[jax.Array], list[bool]]:
@@ -90,7 +108,7 @@ def _batched_call(
         folded += [_fold_keys(x, many, size, batch) for x, many in keys]
         return [x.reshape(size, batch, *x.shape[1:]) for x in again(*folded)], [True] * count
 
-    return with_rule  # type: ignore[no-any-return]
+    return with_rule
 
 
 def _attention_call(p: _Dynamic, *arguments: jax.Array) -> Sequence[jax.Array]:
@@ -278,11 +296,15 @@ def _select(
     options = dict(causal=causal, first=np.int64(first), last=np.int64(last))
     options |= dict(block_q=np.int64(sides[0]), block_k=np.int64(sides[1]))
 
-    @custom_vmap
-    def call(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def on_part(q: jax.Array, k: jax.Array) -> Sequence[jax.Array]:
         shape = _shapes.check_select_blocks(operand("q", q), operand("k", k), top_k, sides, first, last)
         results = [jax.ShapeDtypeStruct(s, jnp.int32) for s in (shape, (*shape, top_k))]
-        counts, indices = foreign("select_blocks", results, q, k, **options)
+        return foreign("select_blocks", results, q, k, **options)  # type: ignore[no-any-return]
+
+    @custom_vmap
+    def call(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        dims = (0, 1) if k.ndim == 4 and k.shape[1] > 1 else (0,)  # one head of keys has scores of all query heads
+        counts, indices = partitioned(on_part, [Axis([dim] * 2, [dim] * 2) for dim in dims], (q, k))
         return counts, indices
 
     @call.def_vmap

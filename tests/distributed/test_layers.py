@@ -255,6 +255,73 @@ def test_dtensors(on_ranks):
     on_ranks(4, dtensors)
 
 
+def device_keys(rank, world):
+    """Masks, lists and selections of a batch, of heads or of all; documents."""
+    mesh, both, whole = init_device_mesh("cpu", (2, 2)), [Shard(0), Shard(1)], [Replicate(), Replicate()]
+
+    def check(op, operands, placements, result=both):
+        plain = [t.clone().requires_grad_(t.is_floating_point()) for t in operands]
+        cut = [distribute_tensor(t, mesh, p) for t, p in zip(operands, placements, strict=True)]
+        cut = [t.requires_grad_(t.is_floating_point()) for t in cut]
+        (got, got_lse), (want, lse) = op(*cut), op(*plain)
+        assert list(got.placements) == result
+        assert_close(got_lse.full_tensor().exp(), lse.exp(), F32)
+        learns, plain = ([t for t in tensors if t.requires_grad] for tensors in (cut, plain))
+        d = torch.randn_like(want)
+        found = torch.autograd.grad(got, learns, distribute_tensor(d, mesh, result))
+        for g, e in zip((got, *found), (want, *torch.autograd.grad(want, plain, d)), strict=True):
+            assert_close(g.full_tensor(), e, F32)
+
+    def blocked(q, k, v, *blocks, **options):
+        given = fw.BlockLists(*blocks) if len(blocks) == 2 else blocks[0]
+        return fw.attention(q, k, v, blocks=given, block=16, return_lse=True, **options)
+
+    q, k, v = qkv = [torch.randn(4, h, 40, 8) for h in (8, 4, 4)]
+    for shape in ((4, 8), (4, 4), (1, 4), (4, 1), (1, 1)):
+        mask = torch.rand(*shape, 3, 3) < 0.6
+        lists = [mask.sum(3, dtype=torch.int32), (~mask).int().argsort(3).int()]
+        cut = [p if size > 1 else Replicate() for p, size in zip(both, shape, strict=True)]
+        for placement in (cut, whole):
+            check(blocked, [*qkv, mask], [both] * 3 + [placement])
+            check(blocked, [*qkv, *lists], [both] * 3 + [placement] * 2)
+    mask = torch.rand(4, 8, 3, 3) < 0.6
+    learned = lambda q, k, v, mask, s, b: blocked(q, k, v, mask, pattern=P.causal(40), sinks=s, bias=b)  # noqa: E731
+    of_heads = [Replicate(), Shard(0)]
+    check(learned, [*qkv, mask, torch.randn(8), torch.randn(8, 40, 40)], [both] * 4 + [of_heads] * 2)
+    one = [torch.randn(4, 1, 40, 8) for _ in range(2)]
+    check(blocked, [q, *one, mask], [both, *[[Shard(0), Replicate()]] * 2, both])
+    chosen = torch.rand(4, 4, 40, 3).argsort(3)[..., :2].int()
+    check(lambda *a: fw.selected_attention(*a, block=16, return_lse=True), [*qkv, chosen], [both] * 4)
+    check(lambda q, k, v: blocked(q, k, v, fw.select_blocks(q.detach(), k.detach(), 2, block=16)), qkv, [both] * 3)
+    packed, heads = [t[0].transpose(0, 1).contiguous() for t in qkv], [Replicate(), Shard(1)]
+    documents = lambda q, k, v, s: fw.varlen_attention(  # noqa: E731
+        q, k, v, torch.tensor([0, 5, 30, 39]), causal=True, sinks=s, return_lse=True
+    )
+    check(documents, [*packed, torch.randn(8)], [heads] * 3 + [of_heads], heads)
+    check(documents, [packed[0], *(t[:, :1] for t in packed[1:]), torch.randn(8)], [heads, whole, whole, whole], heads)
+    for message, op, operands, placements in [
+        (
+            r"select_blocks: q: expected .*\(batch\), got S\(1\)",
+            lambda q, k: fw.select_blocks(q, k, 2),
+            (q, one[0]),
+            both,
+        ),
+        (r"varlen_attention: q: expected .*\(heads\)", lambda t: documents(t, t, t, None), packed[:1], both),
+        (
+            r"attention: q: expected .*\(heads\), got S\(2\)",
+            lambda t: blocked(t, k, v, mask),
+            (q,),
+            [Shard(2), Shard(1)],
+        ),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            op(*(distribute_tensor(t, mesh, placements if n == 0 else whole) for n, t in enumerate(operands)))
+
+
+def test_device_keys(on_ranks):
+    on_ranks(4, device_keys)
+
+
 def one_head_of_keys(rank, world):
     """Queries are cut along heads beside whole keys, which get the sum of all gradients."""
     mesh, pattern = init_device_mesh("cpu", (world,)), P.strided(40, 5)

@@ -58,7 +58,7 @@ def test_covers_everything_in_few_launches():
     two_four = [args for op, args in recorder.calls if op == "two_four_matmul"]
     assert {args[0].dtype for args in two_four} >= {torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32}
     assert {args[5] for args in two_four} >= {torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
-    assert len(recorder.calls) + split + len(gradients) <= 480
+    assert len(recorder.calls) + split + len(gradients) <= 500
 
 
 @pytest.mark.skipif(shutil.which("compute-sanitizer", path="/usr/bin:/bin") is not None, reason="it is here")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fretwork import _shapes
+from fretwork._torch.differentiable import holds_dtensors, on_parts
 from fretwork._torch.registration import operand, ops
 from fretwork._torch.vmap import mapped
 
@@ -22,6 +23,8 @@ _select_any_blocks = ops.select_any_blocks.default
 
 def selected_blocks(*arguments: Any) -> Any:
     """Counts and indices. A graph that may be saved has the op that the library itself registers."""
+    if holds_dtensors(arguments):
+        return on_parts("select_blocks", select_blocks_op, arguments)
     graph = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
     return (_select_any_blocks if graph else select_blocks_op)(*arguments)
 

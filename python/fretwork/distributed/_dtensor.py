@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Size, Tensor, is_grad_enabled
 from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
@@ -24,8 +24,11 @@ class Axis(NamedTuple):
 
     name: str
     dims: dict[int, int]  # the dimension of each argument that has it
-    result: int  # that of every result
+    result: int | tuple[int, ...]  # that of every result, or of each
     whole: tuple[int, ...] = ()  # sizes that ranks must divide
+
+    def of_result(self, n: int) -> int:
+        return self.result if isinstance(self.result, int) else self.result[n]
 
 
 Rule = Callable[[Sequence[Any]], list[Axis]]
@@ -42,16 +45,36 @@ def _axes(*axes: Axis | None) -> list[Axis]:
     return [axis for axis in axes if axis is not None]
 
 
-def _attention(arguments: Sequence[Any]) -> list[Axis]:
-    q, k, bias, rate = arguments[0], arguments[1], arguments[5], arguments[8]
+def _attention(
+    arguments: Sequence[Any], bias: int = 5, slopes: int = 6, dropout: int = 8, padding: int = 11, sinks: int = 12
+) -> list[Axis]:
+    """Batch and heads; the places of the options among the arguments."""
+    q, k, rate = arguments[0], arguments[1], arguments[dropout]
     if rate:
         raise NotImplementedError(f"attention: dropout_p: expected 0 on DTensors, got {rate}")
     shared = k.shape[1] == 1  # whole on every rank, beside cut queries
-    batch, heads = {0: 0, 1: 0, 2: 0, 11: 0}, {0: 1, **({} if shared else {1: 1, 2: 1}), 6: 0, 12: 0}
+    batch, heads = {0: 0, 1: 0, 2: 0, padding: 0}, {0: 1, **({} if shared else {1: 1, 2: 1}), slopes: 0, sinks: 0}
+    given = arguments[bias]
     for axis, dim, size in ((batch, -4, q.shape[0]), (heads, -3, q.shape[1])):
-        if bias is not None and bias.dim() >= -dim and bias.shape[dim] == size != 1:
-            axis[5] = bias.dim() + dim
+        if given is not None and given.dim() >= -dim and given.shape[dim] == size != 1:
+            axis[bias] = given.dim() + dim
     return [Axis("batch", batch, 0), Axis("heads", heads, 1, ((q if shared else k).shape[1],))]
+
+
+def _dynamic_attention(arguments: Sequence[Any]) -> list[Axis]:
+    if arguments[8] is not None:  # packed documents: o has rows first, lse heads
+        of_heads = {n: 1 for n in range(3) if arguments[n].shape[1] != 1}
+        return [Axis("heads", {**of_heads, 19: 0}, (1, 0), tuple(arguments[n].shape[1] for n in of_heads))]
+    axes = _attention(arguments, bias=12, slopes=13, dropout=15, padding=18, sinks=19)
+    for dim, axis in enumerate(axes):  # of all elements or heads, or one for all
+        axis.dims.update({n: dim for n in range(4, 8) if arguments[n] is not None and arguments[n].shape[dim] != 1})
+    return axes
+
+
+def _select_blocks(arguments: Sequence[Any]) -> list[Axis]:
+    """One head of keys has scores of all query heads, which no rank has then."""
+    heads = arguments[1].shape[1]
+    return [Axis("batch", {0: 0, 1: 0}, 0), *([Axis("heads", {1: 1, 0: 1}, 1, (heads,))] if heads > 1 else [])]
 
 
 def _per_head(arguments: Sequence[Any]) -> list[Axis]:
@@ -92,6 +115,8 @@ def _two_four(arguments: Sequence[Any]) -> list[Axis]:
 
 _RULES: dict[str, Rule] = {
     "attention": _attention,
+    "dynamic_attention": _dynamic_attention,
+    "select_blocks": _select_blocks,
     "r_sddmm": _per_head,
     "r_softmax": _per_head,
     "r_spmm": _per_head,
@@ -122,18 +147,18 @@ def on_parts(name: str, call: Callable[..., Any], arguments: Sequence[Any]) -> A
     if name == "attention":
         local[3] = _patterns_of(arguments, chosen, mesh)
     results = call(*local)
-    placements = [Replicate() if axis is None else Shard(axis.result) for axis in chosen]
-    wrapped = [
-        DTensor.from_local(t, mesh, placements, run_check=False, shape=shape, stride=_strides(shape))
-        for t in (results if isinstance(results, tuple) else (results,))
-        for shape in [_whole_shape(t, arguments, chosen)]
-    ]
+    wrapped = []
+    for n, t in enumerate(results if isinstance(results, tuple) else (results,)):
+        placements = [Replicate() if axis is None else Shard(axis.of_result(n)) for axis in chosen]
+        shape = _whole_shape(t, n, arguments, chosen)
+        wrapped.append(DTensor.from_local(t, mesh, placements, run_check=False, shape=shape, stride=_strides(shape)))
     return tuple(wrapped) if isinstance(results, tuple) else wrapped[0]
 
 
-def _called(name: str, n: int) -> str:
-    """An op's argument by name."""
-    return str(getattr(ops, name).default._schema.arguments[n].name)
+def _refuse(name: str, n: int, expected: str, got: object) -> NoReturn:
+    """An argument of an op."""
+    argument = getattr(ops, name).default._schema.arguments[n].name
+    fail(name.removeprefix("dynamic_"), argument, expected, got)
 
 
 def _tensors(arguments: Sequence[Any]) -> Any:
@@ -157,19 +182,24 @@ def _chosen(name: str, arguments: Sequence[Any], axes: list[Axis], mesh: DeviceM
         for t in _tensors([argument]):
             placement = t.placements[m] if isinstance(t, DTensor) else Replicate()
             if isinstance(t, DTensor) and t.device_mesh != mesh:
-                fail(name, _called(name, n), f"a tensor on {mesh} like others", f"one on {t.device_mesh}")
+                _refuse(name, n, f"a tensor on {mesh} like others", f"one on {t.device_mesh}")
             if isinstance(placement, (Replicate, Partial)):
                 continue
             axis = next((a for a in axes if type(placement) is Shard and a.dims.get(n) == placement.dim), None)
             if axis is None or isinstance(argument, (list, tuple)) or chosen not in (None, axis):
                 may = ", ".join(f"Shard({a.dims[n]}) ({a.name})" for a in axes if n in a.dims)
                 beside = f" beside one cut along {chosen.name}" if chosen else ""
-                fail(name, _called(name, n), f"Replicate(){' or ' if may else ''}{may}", f"{placement}{beside}")
+                _refuse(name, n, f"Replicate(){' or ' if may else ''}{may}", f"{placement}{beside}")
             chosen = axis
     if chosen is not None:
         for size in chosen.whole:
             if size % mesh.size(m):
-                fail(name, "placements", f"{chosen.name} whose number {mesh.size(m)} ranks divide", size)
+                fail(
+                    name.removeprefix("dynamic_"),
+                    "placements",
+                    f"{chosen.name} whose number {mesh.size(m)} ranks divide",
+                    size,
+                )
     return chosen
 
 
@@ -177,9 +207,7 @@ def _local(name: str, n: int, chosen: Sequence[Axis | None], mesh: DeviceMesh, t
     """This rank's part of an argument. What is whole where the op is cut gets a part of its gradient from each rank."""
     if not isinstance(t, DTensor):
         if t.requires_grad and is_grad_enabled():
-            fail(
-                name, _called(name, n), "a DTensor, as others are, or a tensor that requires no grad", "a plain tensor"
-            )
+            _refuse(name, n, "a DTensor, as others are, or a tensor that requires no grad", "a plain tensor")
         t = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
     placements: list[Placement] = []
     gradients: list[Placement] = []
@@ -207,13 +235,13 @@ def _patterns_of(arguments: Sequence[Any], chosen: Sequence[Axis | None], mesh: 
     return "\n".join(lines[b * heads + h] for b in rows for h in ranges["heads"])
 
 
-def _whole_shape(t: Tensor, arguments: Sequence[Any], chosen: Sequence[Axis | None]) -> Size:
+def _whole_shape(t: Tensor, result: int, arguments: Sequence[Any], chosen: Sequence[Axis | None]) -> Size:
     """A result's shape on all ranks together: where it is cut, the operands say how long it is."""
     shape = list(t.shape)
     for axis in chosen:
         if axis is not None:
             n, dim = next(iter(axis.dims.items()))
-            shape[axis.result] = arguments[n].shape[dim]
+            shape[axis.of_result(result)] = arguments[n].shape[dim]
     return Size(shape)
 
 

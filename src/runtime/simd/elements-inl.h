@@ -69,11 +69,10 @@ HWY_INLINE hn::Vec<D> LoadAs(D d, const In* from) {
 template <class D, typename In>
 HWY_INLINE hn::Vec<D> LoadSome(D d, const In* from, std::int64_t count) {
   const auto first = static_cast<std::size_t>(count);
-#if HWY_TARGET == HWY_AVX3
-  using T = hn::TFromD<D>;
-  if constexpr (std::is_same_v<In, T>) {
+  if constexpr (std::is_same_v<In, hn::TFromD<D>> && HWY_TARGET <= HWY_AVX2) {  // which faults at no masked element
     return hn::MaskedLoad(hn::FirstN(d, first), d, from);
   } else {
+#if HWY_TARGET == HWY_AVX3
     const hn::Rebind<std::uint16_t, D> d16;
     const auto bits = hn::MaskedLoad(hn::FirstN(d16, first), d16, reinterpret_cast<const std::uint16_t*>(from));
     if constexpr (std::is_same_v<In, Bf16>) {
@@ -81,12 +80,12 @@ HWY_INLINE hn::Vec<D> LoadSome(D d, const In* from, std::int64_t count) {
     } else {
       return hn::PromoteTo(d, hn::BitCast(hn::Rebind<hwy::float16_t, D>(), bits));
     }
-  }
 #else
-  In some[hn::MaxLanes(D())] = {};
-  std::memcpy(some, from, first * sizeof(In));
-  return LoadAs(d, some);
+    In some[hn::MaxLanes(D())] = {};
+    std::memcpy(some, from, first * sizeof(In));
+    return LoadAs(d, some);
 #endif
+  }
 }
 
 /// A vector of copies of a run of elements: as a rule one instruction of the load unit.

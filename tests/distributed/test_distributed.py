@@ -253,7 +253,7 @@ def disagree(rank, world, what):
     heads = 3 if what == "q" and other else 2
     key_heads = 1 if what == "k" and other else heads
     shapes = [(2, heads, rows, 16), (2, key_heads, rows, 16), (2, key_heads, rows, 8 if what == "v" and other else 16)]
-    options = dict(scale=0.5) if what == "options" and rank else {}
+    options = {what: 0.5} if what in ("scale", "softcap") and rank else {}
     began = time.monotonic()
     with pytest.raises(
         RuntimeError, match=f"attention: {what}: expected the same on every rank of the group, got .* on"
@@ -299,7 +299,7 @@ def test_gather_of_other_sizes(on_ranks):
     on_ranks(2, gathers_other_sizes)
 
 
-@pytest.mark.parametrize("what", ["pattern", "q", "k", "v", "options", "shards"])
+@pytest.mark.parametrize("what", ["pattern", "q", "k", "v", "scale", "softcap", "shards"])
 def test_disagreement(on_ranks, what):
     on_ranks(2, disagree, what)
 

@@ -420,7 +420,7 @@ def disagree(rank, world, what):
     options = dict(
         method=dict(method="ulysses" if rank else "ranges"),
         bias=dict(bias=torch.zeros(*((2, 32, 64) if rank else (2, 1, 64)))),
-        options=dict(return_lse=bool(rank)),
+        return_lse=dict(return_lse=bool(rank)),
     )[what]
     text = f"attention: {what}: expected the same on every rank of the group, got .* on rank"
     with pytest.raises(RuntimeError, match=text):
@@ -428,7 +428,7 @@ def disagree(rank, world, what):
     fd.attention(q, q, q, P.causal(64), method="ulysses")  # the group still works
 
 
-@pytest.mark.parametrize("what", ["method", "bias", "options"])
+@pytest.mark.parametrize("what", ["method", "bias", "return_lse"])
 def test_disagreement(on_ranks, what):
     on_ranks(2, disagree, what)
 

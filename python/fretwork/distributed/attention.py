@@ -281,12 +281,20 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor |
 
 def _agree(method: str, sizes: Sizes, q: Tensor, call: Call, extras: tuple[str, ...]) -> None:
     """Compares the call with those of the other ranks, and gives it a tag."""
-    options = call.scale, call.softcap, call.precision, extras, call.padding_is_whole, call.returns_lse
-    key = call.patterns, call.rows, call.keys, sizes, q.dtype, options, method
-    call.tag = agreed(_OP, call.group, key, lambda: _told(method, sizes, q, call, options), q.device)
+    options = {
+        "scale": call.scale,
+        "softcap": call.softcap,
+        "precision": call.precision,
+        "optional arguments": extras,
+        "key_padding_mask": "of all keys" if call.padding_is_whole else "of local keys",
+        "return_lse": call.returns_lse,
+        "requires_grad": sizes.backward,
+    }
+    key = call.patterns, call.rows, call.keys, sizes, q.dtype, tuple(options.values()), method
+    call.tag = agreed(_OP, call.group, key, lambda: _told(method, sizes, q, call) | options, q.device)
 
 
-def _told(method: str, sizes: Sizes, q: Tensor, call: Call, options: tuple[Any, ...]) -> dict[str, object]:
+def _told(method: str, sizes: Sizes, q: Tensor, call: Call) -> dict[str, object]:
     """What ranks compare, by argument."""
     texts = [p.text for p in call.patterns]
     return {
@@ -296,6 +304,5 @@ def _told(method: str, sizes: Sizes, q: Tensor, call: Call, options: tuple[Any, 
         "k": (sizes.key_heads, sizes.learns[1]),
         "v": (sizes.value_depth, sizes.learns[2]),
         "bias": sizes.bias,
-        "options": (*options, sizes.backward),
         "method": method,
     }

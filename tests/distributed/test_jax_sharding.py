@@ -89,6 +89,19 @@ check(lambda b: two_four.matmul(s, b), [some(4, 32, 6)], [P("x")], P("x"))
 q, k = some(4, 6, 48, 8), some(4, 3, 48, 8)
 put = [jax.device_put(t, NamedSharding(mesh, P(None, "y"))) if t is q else t for t in (q, k, k)]
 assert np.allclose(jax.jit(lambda *a: fj.attention(*a, pattern))(*put), fj.attention(q, k, k, pattern), atol=1e-5)
+line = Mesh(np.array(jax.devices()), ("x",))
+learned = lambda q, k, v, s, b: fj.attention(q, k, v, pattern, sinks=s, bias=b)
+blocked = lambda q, k, v: fj.attention(q, k, v, blocks=jnp.ones((1, q.shape[1], 3, 3), bool), block=16)
+for f, sizes, specs in [
+    (lambda q, k: fj.attention(q, k, k, pattern), [(4, 8, 48, 8), (4, 2, 48, 8)], [P(None, "x"), P()]),
+    (lambda q, k: blocked(q, k, k), [(4, 12, 48, 8), (4, 6, 48, 8)], [P(None, "x"), P()]),
+    (learned, [(4, 8, 48, 8), *[(4, 4, 48, 8)] * 2, (8,), (8, 48, 48)], [P("x")] * 5),  # two axes cut by one
+]:
+    operands = [some(*size) for size in sizes]
+    put = [jax.device_put(t, NamedSharding(line, s)) for t, s in zip(operands, specs)]
+    pull = lambda *a: jax.grad(lambda *a: (f(*a) ** 2).sum(), argnums=range(len(a)))(*a)
+    for g, e in zip(jax.jit(lambda *a: (f(*a), *pull(*a)))(*put), (f(*operands), *pull(*operands))):
+        assert np.allclose(g, e, atol=1e-3)
 mapped = jax.vmap(lambda a, b: fj.attention(a, b, b, pattern))(qkv[0][None], qkv[1][None])[0]
 assert np.allclose(mapped, fj.attention(qkv[0], qkv[1], qkv[1], pattern), atol=1e-5)
 """

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Dims = Sequence[int | None]
@@ -37,7 +38,10 @@ def partitioned(
 
     def partition(mesh: Mesh, given: Any, made: Any) -> Any:
         operands = [*zip(given, of_arguments, strict=True), *zip(made, of_results, strict=True)]
-        names = [_names(mesh, [(x, dims[n]) for x, dims in operands]) for n in range(len(axes))]
+        names: list[tuple[str, ...] | None] = []
+        for n in range(len(axes)):
+            taken = {name for found in names for name in found or ()}
+            names.append(_names(mesh, [(x, dims[n]) for x, dims in operands], taken))
 
         def sharding(rank: int, dims: Dims) -> NamedSharding:
             spec: list[Any] = [None] * rank
@@ -59,8 +63,8 @@ def partitioned(
         return mesh, local, after, before
 
     cut = custom_partitioning(lambda *given: list(call(*given)))
-    rule, sizes = _rule([x.shape for x in arguments], of_arguments, [x.shape for x in results], of_results)
-    cut.def_partition(partition=partition, sharding_rule=rule, **sizes)
+    shapes = [x.shape for x in arguments], of_arguments, [x.shape for x in results], of_results
+    cut.def_partition(partition=partition, sharding_rule=lambda mesh, *_: _rule(*shapes, mesh.size))
     return cut(*arguments)  # type: ignore[no-any-return]
 
 
@@ -83,8 +87,9 @@ def _of_several(axis: Axis, arguments: Sequence[Any], results: Sequence[Any]) ->
     return Axis(kept(arguments, axis.arguments), kept(results, axis.results))
 
 
-def _names(mesh: Mesh, places: Sequence[tuple[Any, int | None]]) -> tuple[str, ...] | None:
-    """The axes of the mesh that cut an axis, by the first operand that they cut; None where they do not divide it."""
+def _names(mesh: Mesh, places: Sequence[tuple[Any, int | None]], taken: set[str]) -> tuple[str, ...] | None:
+    """The axes of the mesh that cut an axis, by the first operand that they cut; None where they do not divide it, or
+    cut another one."""
     there = [(x, d) for x, d in places if d is not None]
     for x, d in there:
         spec = getattr(x.sharding, "spec", ())
@@ -94,7 +99,8 @@ def _names(mesh: Mesh, places: Sequence[tuple[Any, int | None]]) -> tuple[str, .
             count = 1
             for name in names:
                 count *= mesh.shape[name]
-            return names if all(t.shape[at] % count == 0 for t, at in there) else None
+            divided = all(t.shape[at] % count == 0 for t, at in there)
+            return names if divided and not taken.intersection(names) else None
     return None
 
 
@@ -103,35 +109,43 @@ def _rule(
     of_arguments: Sequence[Dims],
     results: Sequence[Any],
     of_results: Sequence[Dims],
-) -> tuple[str, dict[str, Any]]:
+    devices: int,
+) -> SdyShardingRule:
     """Shardy's words for it: a letter for each dimension, the same where an axis passes.
 
-    Heads may be fewer in keys than in queries: the larger dimension is then made of the smaller and another.
+    Heads may be fewer in keys than in queries: the larger dimension is then made of the smaller and another. It has a
+    letter of its own if the devices do not divide the smaller: Shardy would cut that all the same.
     """
-    shared = [f"s{n}" for n in range(len(of_arguments[0]))]
     operands = [*zip(arguments, of_arguments, strict=True), *zip(results, of_results, strict=True)]
-    lengths = [min(shape[d] for shape, dims in operands if (d := dims[n]) is not None) for n in range(len(shared))]
+    axes = range(len(of_arguments[0]))
+    lengths = [min(shape[d] for shape, dims in operands if (d := dims[n]) is not None) for n in axes]
     alone = (f"w{n}" for n in itertools.count())
+    shared: dict[tuple[int, int], str] = {}
     sizes: dict[str, Any] = {}
     whole: list[str] = []
 
-    def words(shape: tuple[int, ...], dims: Dims) -> str:
-        found = []
+    def words(shape: tuple[int, ...], dims: Dims) -> ArrayMapping:
+        found: list[Any] = []
         for d, length in enumerate(shape):
-            if d not in dims:
+            n = list(dims).index(d) if d in dims else None
+            if n is None:
                 whole.append(next(alone))
                 found.append(whole[-1])
-                continue
-            n = list(dims).index(d)
-            if length == lengths[n]:
-                found.append(shared[n])
-                continue
-            whole.append(next(alone))
-            sizes[whole[-1]] = length // lengths[n]
-            found.append(f"({shared[n]} {whole[-1]})")
-        return " ".join(found)
+            elif length == lengths[n] or lengths[n] % devices:
+                found.append(shared.setdefault((n, length), f"s{len(shared)}"))
+            else:
+                whole.append(next(alone))
+                sizes[whole[-1]] = length // lengths[n]
+                smaller = shared.setdefault((n, lengths[n]), f"s{len(shared)}")
+                found.append(CompoundFactor(smaller, whole[-1]))
+        return ArrayMapping(*found)
 
-    left = ", ".join(words(shape, dims) for shape, dims in zip(arguments, of_arguments, strict=True))
-    right = ", ".join(words(tuple(shape), dims) for shape, dims in zip(results, of_results, strict=True))
-    sums = tuple(name for n, name in enumerate(shared) if all(dims[n] is None for dims in of_results))
-    return f"{left} -> {right}", {**sizes, "need_replication_factors": tuple(whole), "reduction_factors": sums}
+    left = tuple(words(shape, dims) for shape, dims in zip(arguments, of_arguments, strict=True))
+    right = tuple(words(tuple(shape), dims) for shape, dims in zip(results, of_results, strict=True))
+    sums = {n for n in axes if all(dims[n] is None for dims in of_results)}
+    special: dict[str, Any] = {
+        "need_replication_factors": tuple(whole),
+        "reduction_factors": tuple(name for (n, _), name in shared.items() if n in sums),
+    }
+    known = inspect.signature(SdyShardingRule).parameters  # JAX 0.6 has none of them
+    return SdyShardingRule(left, right, **sizes, **{name: of for name, of in special.items() if name in known})

@@ -13,7 +13,6 @@
 
 #include "runtime/simd/dots.h"
 #include "runtime/simd/elements-inl.h"
-#include "runtime/simd/tiles.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fretwork::simd::HWY_NAMESPACE {
@@ -187,72 +186,63 @@ void Along(const Dots& p, std::int64_t first) {
   }
 }
 
-/// In the place of a number of elements: runs that do not fill a vector.
-constexpr int kOddRun = -1;
+/// In the place of a number of elements: runs that do not fill a vector, and longer ones that do not end with one.
+constexpr int kOddRun = -1, kLongRun = -2;
 
-/// x as `Across` reads it.
+/// Which elements of a run that does not fill a vector the lanes of neighbouring vectors read, until they read the same
+/// again.
 template <typename T>
-struct Rows {
+struct OddRuns {
   using Place = hwy::MakeSigned<T>;
-  const T* data;
-  std::int64_t stride, step;  ///< from one row, and from one k, to the next
-  std::int64_t vectors;       ///< after which l is the same again
-  /// Of runs that do not fill a vector: which of its elements each lane of these vectors reads.
+  std::int64_t vectors = 1;
   HWY_ALIGN Place places[kLanes<T> * kLanes<T>];
-};
 
-/// The rows themselves; copies, in which a period is repeated until it is whole vectors, where it is longer than a
-/// vector and does not end with one.
-template <typename T>
-void ReadRows(const Dots& p, Rows<T>& rows) {
-  const auto* const x = static_cast<const T*>(p.x);
-  const std::int64_t repeat = std::lcm(p.period, kLanes<T>);
-  rows.data = x;
-  rows.stride = p.x_stride;
-  rows.step = p.period;
-  rows.vectors = repeat / kLanes<T>;
-  if (repeat == p.period) {
-    return;
-  }
-  if (p.period < kLanes<T>) {
-    for (std::int64_t n = 0; n < repeat; ++n) {
-      rows.places[n] = static_cast<typename Rows<T>::Place>(n % p.period);
-    }
-    return;
-  }
-  thread_local Scratch scratch;
-  T* const to = reinterpret_cast<T*>(scratch.need(static_cast<std::size_t>(p.batch * p.depth * repeat) * sizeof(T)));
-  for (std::int64_t n = 0; n < p.batch; ++n) {
-    for (std::int64_t k = 0; k < p.depth; ++k) {
-      T* out = to + (n * p.depth + k) * repeat;
-      for (T* const end = out + repeat; out != end; out += p.period) {
-        std::copy_n(x + n * p.x_stride + p.terms[0].at + k * p.period, p.period, out);
+  explicit OddRuns(std::int64_t period) {
+    if (period < kLanes<T> && kLanes<T> % period != 0) {
+      vectors = std::lcm(period, kLanes<T>) / kLanes<T>;
+      for (std::int64_t n = 0; n < vectors * kLanes<T>; ++n) {
+        places[n] = static_cast<Place>(n % period);
       }
     }
   }
-  rows.data = to - p.terms[0].at;
-  rows.stride = p.depth * repeat;
-  rows.step = repeat;
+};
+
+/// A vector of a run that begins again behind its end.
+template <class D, typename T>
+HWY_INLINE hn::Vec<D> LoadAround(D d, const T* run, std::int64_t from, std::int64_t period) {
+  constexpr auto kWhole = static_cast<std::int64_t>(hn::MaxLanes(D()));
+  const std::int64_t left = period - from;
+  if (left >= kWhole) {
+    return hn::LoadU(d, run + from);
+  }
+#if HWY_TARGET <= HWY_AVX2
+  const auto before = hn::FirstN(d, static_cast<std::size_t>(left));
+  return hn::IfThenElse(before, hn::MaskedLoad(before, d, run + from), hn::MaskedLoad(hn::Not(before), d, run - left));
+#else
+  HWY_ALIGN T both[kWhole];
+  std::copy_n(run + from, left, both);
+  std::copy_n(run, kWhole - left, both + left);
+  return hn::Load(d, both);
+#endif
 }
 
-/// Outputs from `col` on, kVectors vectors of them. A vector repeats runs of kRun elements of x, in part if they are
-/// odd, or if kRun is 0 reads a whole vector of it.
+/// Outputs from `col` on, kVectors vectors of them. A vector repeats runs of kRun elements of x, or a part of an odd
+/// one, or it reads a part of a long run; of a whole vector if kRun is 0.
 template <typename In, typename T, int kVectors, int kBatch, int kRun>
-void AcrossVectors(const Dots& p, const Rows<T>& x, std::int64_t first, std::int64_t col) {
+void AcrossVectors(const Dots& p, const OddRuns<T>& runs, std::int64_t first, std::int64_t col) {
   const Tag<T> d;
   hn::Vec<Tag<T>> sum[kBatch][kVectors];
   std::int64_t there[kVectors], place[kVectors];
-  decltype(hn::SetTableIndices(d, x.places)) odd[kVectors];
-  std::int64_t vector = kRun <= 0 ? col / kLanes<T> % x.vectors : 0;
+  decltype(hn::SetTableIndices(d, runs.places)) odd[kVectors];
   T* const sums = static_cast<T*>(p.sums) + first * p.sum_stride + col;
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) {
-    there[v] = std::clamp<std::int64_t>(p.rows * p.period - col - v * kLanes<T>, 0, kLanes<T>);
-    place[v] = kRun == 0 ? vector * kLanes<T> : 0;
+    const std::int64_t at = col + v * kLanes<T>;
+    there[v] = std::clamp<std::int64_t>(p.rows * p.period - at, 0, kLanes<T>);
+    place[v] = kRun == 0 || kRun == kLongRun ? at % p.period : 0;
     if constexpr (kRun == kOddRun) {
-      odd[v] = hn::SetTableIndices(d, x.places + vector * kLanes<T>);
+      odd[v] = hn::SetTableIndices(d, runs.places + at / kLanes<T> % runs.vectors * kLanes<T>);
     }
-    vector = vector + 1 == x.vectors ? 0 : vector + 1;
 #pragma GCC unroll 4
     for (int n = 0; n < kBatch; ++n) {
       const T* const from = sums + n * p.sum_stride + v * kLanes<T>;
@@ -261,9 +251,9 @@ void AcrossVectors(const Dots& p, const Rows<T>& x, std::int64_t first, std::int
   }
   for (const DotsTerm& term : p.terms) {
     const In* w = static_cast<const In*>(term.matrix) + col;
-    const T* of_x = x.data + first * x.stride + term.at;
+    const T* of_x = static_cast<const T*>(p.x) + first * p.x_stride + term.at;
     const auto add = [&](const auto& load) HWY_ATTR {
-      for (std::int64_t k = 0; k < p.depth; ++k, w += p.stride, of_x += x.step) {
+      for (std::int64_t k = 0; k < p.depth; ++k, w += p.stride, of_x += p.period) {
         hn::Vec<Tag<T>> weights[kVectors];
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
@@ -271,12 +261,17 @@ void AcrossVectors(const Dots& p, const Rows<T>& x, std::int64_t first, std::int
         }
 #pragma GCC unroll 4
         for (int n = 0; n < kBatch; ++n) {
-          const T* const run = of_x + n * x.stride;
+          const T* const run = of_x + n * p.x_stride;
           if constexpr (kRun == kOddRun) {
             const auto whole = LoadSome(d, run, p.period);
 #pragma GCC unroll 4
             for (int v = 0; v < kVectors; ++v) {
               sum[n][v] = hn::MulAdd(weights[v], hn::TableLookupLanes(whole, odd[v]), sum[n][v]);
+            }
+          } else if constexpr (kRun == kLongRun) {
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; ++v) {
+              sum[n][v] = hn::MulAdd(weights[v], LoadAround(d, run, place[v], p.period), sum[n][v]);
             }
           } else {
 #pragma GCC unroll 4
@@ -303,36 +298,39 @@ void AcrossVectors(const Dots& p, const Rows<T>& x, std::int64_t first, std::int
 }
 
 template <typename In, typename T, int kBatch, int kRun>
-void AcrossRuns(const Dots& p, const Rows<T>& x, std::int64_t first) {
+void AcrossRuns(const Dots& p, const OddRuns<T>& runs, std::int64_t first) {
   const std::int64_t cols = p.rows * p.period;
   std::int64_t col = 0;
   for (; col + 3 * kLanes<T> < cols; col += 4 * kLanes<T>) {
-    AcrossVectors<In, T, 4, kBatch, kRun>(p, x, first, col);
+    AcrossVectors<In, T, 4, kBatch, kRun>(p, runs, first, col);
   }
   for (; col < cols; col += kLanes<T>) {
-    AcrossVectors<In, T, 1, kBatch, kRun>(p, x, first, col);
+    AcrossVectors<In, T, 1, kBatch, kRun>(p, runs, first, col);
   }
 }
 
 template <typename In, typename T, int kBatch, int kRun = 1>
-void Across(const Dots& p, const Rows<T>& x, std::int64_t first) {
+void Across(const Dots& p, const OddRuns<T>& runs, std::int64_t first) {
   if constexpr (kRun >= kLanes<T> && kRun > 1) {
-    p.period < kLanes<T> ? AcrossRuns<In, T, kBatch, kOddRun>(p, x, first) : AcrossRuns<In, T, kBatch, 0>(p, x, first);
+    if (p.period < kLanes<T>) {
+      AcrossRuns<In, T, kBatch, kOddRun>(p, runs, first);
+    } else if (p.period % kLanes<T> != 0) {
+      AcrossRuns<In, T, kBatch, kLongRun>(p, runs, first);
+    } else {
+      AcrossRuns<In, T, kBatch, 0>(p, runs, first);
+    }
   } else if (p.period == kRun) {
-    AcrossRuns<In, T, kBatch, kRun>(p, x, first);
+    AcrossRuns<In, T, kBatch, kRun>(p, runs, first);
   } else {
-    Across<In, T, kBatch, 2 * kRun>(p, x, first);
+    Across<In, T, kBatch, 2 * kRun>(p, runs, first);
   }
 }
 
 template <typename In, typename T>
 void DotsOf(const Dots& p) {
-  Rows<T> x;
-  if (p.across) {
-    ReadRows(p, x);
-  }
+  const OddRuns<T> runs(p.across ? p.period : 1);
   const auto some = [&]<int kBatch>(std::integral_constant<int, kBatch>, std::int64_t first) {
-    p.across ? Across<In, T, kBatch>(p, x, first) : Along<In, T, kBatch>(p, first);
+    p.across ? Across<In, T, kBatch>(p, runs, first) : Along<In, T, kBatch>(p, first);
   };
   std::int64_t n = 0;
   for (; n + 4 <= p.batch; n += 4) {

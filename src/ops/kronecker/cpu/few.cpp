@@ -14,7 +14,7 @@ constexpr std::int64_t kFewElements = 32 << 10;
 std::int64_t most_rows(const Problem& p) {
   const Tiles& tiles = simd::widened_tiles(p.dtype);
   const bool turns = p.x.feature == 1 && p.sizes.d > 1;
-  return simd::kFewRows * (turns && tiles.widens ? 4 : turns && p.sizes.d >= tiles.lanes ? 2 : 1);
+  return simd::kFewRows * (turns && tiles.widens ? 4 : turns && p.sizes.d % tiles.lanes == 0 ? 2 : 1);
 }
 
 /// Whether weights of an output are contiguous; else those of a place in depth are.
@@ -51,7 +51,8 @@ class FewRows : public Streams {
     const std::int64_t i = job / rows_.pieces(), j = job % rows_.pieces() * rows_.each;
     const std::int64_t rows = rows_.size(job % rows_.pieces()), cols = rows * s_.d, depth = s_.c * s_.d;
     Buffers& buffers = Buffers::of_thread();
-    std::byte* const bias = buffers.sums.need(tiles_.sum * static_cast<std::size_t>(lanes_ * (1 + p_.batch)));
+    std::byte* const bias = buffers.sums.need(  // and a vector, of which the last run may be a part
+        tiles_.sum * static_cast<std::size_t>(lanes_ * (1 + p_.batch) + tiles_.lanes));
     std::byte* const sums = sum_at(bias, lanes_);
     const simd::DotsTerm term{packing_.at(w(i), 0, j, 0).data, 0};
     simd::Dots dots{.terms = {&term, 1}, .rows = rows, .depth = s_.c, .period = s_.d};

@@ -122,12 +122,12 @@ void run_all(const WeightProblem& p, Context& context) {
 
 bool few_rows_pay(const WeightProblem& p, bool last) {
   const std::int64_t d = p.sizes.d, lanes = simd::widened_tiles(p.dtype).lanes;
-  const bool pairs = simd::tiles(p.dtype).group > 1, odd = d < lanes && lanes % d != 0;
+  const bool pairs = simd::tiles(p.dtype).group > 1, one_vector = lanes % d == 0;
   const bool fit = p.d_w.c == d && p.d_w.d == 1 && (last || p.x.feature == 1);
-  if (!fit || d == 1 || !(last || odd || d > lanes)) {
-    return false;  // runs in whole vectors are quick to pack
+  if (!fit || d == 1 || (one_vector && !last)) {
+    return false;  // runs that fill a vector are quick to pack
   }
-  return p.batch <= (!last && !odd && !pairs ? 16 : pairs && d < 4 ? 2 : 4);
+  return p.batch <= (!last && d % lanes == 0 && !pairs ? 16 : pairs && d < 4 ? 2 : 4);
 }
 
 bool small_blocks_pay(const WeightProblem& p, bool last) {

@@ -104,6 +104,10 @@ class Backward {
       }
     }
     if (b_.d_k.data != nullptr || b_.d_v.data != nullptr || (bias_ && bias_->by_key())) {
+      const Acc* const lse = gradients_.lse();
+      const bool blind =
+          std::any_of(lse, lse + p_.batch * p_.heads * p_.rows, [](Acc x) { return std::isinf(x) && x > 0; });
+      lse_of_blind_ = blind ? lse : nullptr;
       for (const PlanRange& range : batch_ranges(transposed, p_.batch, p_.heads)) {
         run(range, true);
       }
@@ -376,7 +380,7 @@ class Backward {
       Layers& layers = all.emplace_back(set);
       layers.whole = ends_whole(components);
       for (const Component* component : components) {
-        layers.layers.emplace_back(p_, *set.thing, *component, transposed, machine_, gradients_.lse());
+        layers.layers.emplace_back(p_, *set.thing, *component, transposed, machine_, lse_of_blind_);
         places = std::max(places, layers.layers.back().columns.places());
       }
     }
@@ -659,6 +663,7 @@ class Backward {
   Machine<Acc> machine_;
   Split keys_, values_;
   ScoreGradients<Acc> gradients_;
+  const Acc* lse_of_blind_ = nullptr;  ///< of all queries, where some see no key
   std::optional<BiasSums<Acc>> bias_;
 };
 

@@ -453,6 +453,7 @@ Columns<Acc>::Columns(const Problem& problem, const Plan& plan, const Component&
     : p_(problem),
       component_(component),
       side_(plan.shape.cols),
+      lse_(transposed ? lse : nullptr),
       tokens_(component.col_tiles.size() * static_cast<std::size_t>(side_)) {
   const auto& tiles = component.col_tiles;
   const std::int64_t step = component.col_order.stride[2];
@@ -467,10 +468,6 @@ Columns<Acc>::Columns(const Problem& problem, const Plan& plan, const Component&
   step_ = even ? step : 0;
   if (problem.padding.data != nullptr && !transposed) {
     seen_ = SeenColumns(problem, tokens_, side_);
-  }
-  if (transposed && std::any_of(lse, lse + problem.batch * problem.heads * problem.rows,
-                                [](Acc x) { return x == std::numeric_limits<Acc>::infinity(); })) {
-    lse_ = lse;
   }
 }
 

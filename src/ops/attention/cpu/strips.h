@@ -245,8 +245,8 @@ class SeenColumns {
 template <typename Acc>
 class Columns {
  public:
-  /// `lse`, given where columns are queries, is that of all rows, +inf for one that sees no key: such a query is packed
-  /// as zeros, whatever it holds, also where the plan has keys for it that padding hides.
+  /// `lse`, needed where columns are queries of which some see no key, is that of all rows, +inf for such a query: it
+  /// is packed as zeros, whatever it holds, also where the plan has keys for it that padding hides.
   Columns(const Problem& problem, const Plan& plan, const Component& component, bool transposed, const Acc* lse);
   const SeenColumns& seen() const { return seen_; }
   std::int64_t places() const { return static_cast<std::int64_t>(tokens_.size()); }
@@ -277,8 +277,8 @@ class Columns {
   const Problem& p_;
   const Component& component_;
   std::int64_t side_;
-  const Acc* lse_ = nullptr;  ///< where some query sees no key
-  std::int64_t step_ = 0;     ///< from the token of one place to that of the next, if it is the same for all
+  const Acc* lse_;         ///< or null
+  std::int64_t step_ = 0;  ///< from the token of one place to that of the next, if it is the same for all
   std::vector<std::int64_t> tokens_;
   SeenColumns seen_;
 };

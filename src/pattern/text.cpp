@@ -511,13 +511,14 @@ PatternPtr make(const Call& call) {
   if (family != families().end()) {
     return family->second(call);
   }
+  if (const std::string near = nearest(call.name); !near.empty()) {
+    throw Error("Pattern.parse", "text", "the name of a pattern", "'" + call.name + "'; did you mean " + near + "?");
+  }
   std::string known;
   for (const auto& [name, maker] : families()) {
     known += (known.empty() ? "" : ", ") + name;
   }
-  const std::string near = nearest(call.name);
-  throw Error("Pattern.parse", "text", "one of " + known,
-              "'" + call.name + "'" + (near.empty() ? "" : "; did you mean " + near + "?"));
+  throw Error("Pattern.parse", "text", "one of " + known, "'" + call.name + "'");
 }
 
 }  // namespace fretwork::text

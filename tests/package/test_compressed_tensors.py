@@ -206,6 +206,9 @@ def test_load_refuses(tmp_path):
     save_file({name: t.clone() for name, t in good.items()}, tmp_path / "model.safetensors")
     with pytest.raises(TypeError, match=r"read: dtype: expected float64, .* got torch.int8"):
         ct.load(model, tmp_path, torch.int8)
+    more = type("More", (Net,), {"get_extra_state": lambda _: {}})  # a state dict may hold other things than tensors
+    with pytest.raises(ValueError, match=r"load: path: .*_extra_state"):
+        ct.load(more(), tmp_path)
     with pytest.raises(ValueError, match="load: model: expected one with data, got one on meta"):
         ct.load(Net().to("meta"), tmp_path)
     before.register_forward_hook(lambda *_: None)

@@ -6,6 +6,7 @@ formats by themselves are `from_bitmask` and `from_marlin_24`. Files need safete
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -211,7 +212,7 @@ def load(model: nn.Module, path: str | PathLike[str], dtype: torch.dtype | None 
     """
     if not isinstance(model, nn.Module):
         refuse("load", "model", "a torch.nn.Module", type(model).__name__, TypeError)
-    if any(tensor.is_meta for tensor in model.state_dict().values()):
+    if any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers())):
         refuse("load", "model", "one with data", "one on meta; to_empty(device=…) gives it room")
     first = next(iter(model.parameters()), None)
     state = read(path, "cpu" if first is None else first.device, dtype)

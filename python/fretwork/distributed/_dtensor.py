@@ -155,9 +155,9 @@ def on_parts(name: str, call: Callable[..., Any], arguments: Sequence[Any]) -> A
     return tuple(wrapped) if isinstance(results, tuple) else wrapped[0]
 
 
-def _refuse(name: str, n: int, expected: str, got: object) -> NoReturn:
-    """An argument of an op."""
-    argument = getattr(ops, name).default._schema.arguments[n].name
+def _refuse(name: str, what: int | str, expected: str, got: object) -> NoReturn:
+    """An argument of an op, by its place, or something else."""
+    argument = what if isinstance(what, str) else getattr(ops, name).default._schema.arguments[what].name
     fail(name.removeprefix("dynamic_"), argument, expected, got)
 
 
@@ -194,12 +194,7 @@ def _chosen(name: str, arguments: Sequence[Any], axes: list[Axis], mesh: DeviceM
     if chosen is not None:
         for size in chosen.whole:
             if size % mesh.size(m):
-                fail(
-                    name.removeprefix("dynamic_"),
-                    "placements",
-                    f"{chosen.name} whose number {mesh.size(m)} ranks divide",
-                    size,
-                )
+                _refuse(name, "placements", f"{chosen.name} whose number {mesh.size(m)} ranks divide", size)
     return chosen
 
 

@@ -64,7 +64,8 @@ def partitioned(
 
     cut = custom_partitioning(lambda *given: list(call(*given)))
     shapes = [x.shape for x in arguments], of_arguments, [x.shape for x in results], of_results
-    cut.def_partition(partition=partition, sharding_rule=lambda mesh, *_: _rule(*shapes, mesh.size))
+    # Shardings that name no axes come with a mesh of none, whose size is 0.
+    cut.def_partition(partition=partition, sharding_rule=lambda mesh, *_: _rule(*shapes, max(mesh.size, 1)))
     return cut(*arguments)  # type: ignore[no-any-return]
 
 

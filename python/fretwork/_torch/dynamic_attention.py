@@ -33,14 +33,13 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     op = _function(rest[4], rest[5])
     known = [operand(name, t) for name, t in zip("qkv", (q, k, v), strict=True)]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if rest[5] is not None:  # documents are packed, rows first
-        _shapes.check_packed(op, known)
-        rows, heads, _ = q.shape
-        return q.new_empty((rows, heads, v.shape[2])), q.new_empty((heads, rows), dtype=wide)
-    sizes = _shapes.check_qkv(op, known)
+    packed = rest[5] is not None  # documents are, rows first
+    sizes = _shapes.check_packed(op, known) if packed else _shapes.check_qkv(op, known)
     given = {"bias": rest[_BIAS - 3], "slopes": rest[_SLOPES - 3], "key_padding_mask": rest[_PADDING - 3]}
     given["sinks"] = rest[_SINKS - 3]
     _shapes.check_extras(op, [operand(name, t) for name, t in given.items() if t is not None], known[0], sizes)
+    if packed:
+        return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty((q.shape[1], q.shape[0]), dtype=wide)
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide)
 
 

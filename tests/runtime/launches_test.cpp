@@ -72,7 +72,7 @@ class RecordedOps : public testing::Test {
     mask.front() = 1;
     return BlockLayout::make({heads, rows, cols, block, block}, mask);
   }
-  /// Contiguous, of memory that nobody reads.
+  /// Contiguous, of memory that is never read.
   TensorView tensor(DType dtype, std::vector<Index> sizes) {
     TensorView view(nullptr, dtype, sizes, Device{DeviceType::cuda, 0});
     memory_.push_back(

@@ -8,19 +8,9 @@ import fretwork as fw
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+from jax_support import exact_products, to_jax  # noqa: E402, F401
 
 import fretwork.jax as fwj  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    """JAX's default lets a GPU round fp32 to tf32."""
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
-def to_jax(t):
-    return jnp.asarray(t.detach().numpy())
 
 
 def close(got, want, tolerance=3e-5):

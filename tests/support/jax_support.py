@@ -29,6 +29,17 @@ def on_device(request):
     jax.config.update("jax_enable_x64", before)
 
 
+@pytest.fixture(autouse=True)
+def exact_products():
+    """JAX's default lets a GPU round fp32 to tf32."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def to_jax(t):
+    return jnp.asarray(t.detach().numpy())
+
+
 @pytest.fixture(params=list(TOLERANCE))
 def dtype(request, on_device):
     if request.param == "float64" and on_device.platform != "cpu":

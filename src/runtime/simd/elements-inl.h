@@ -7,6 +7,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "core/element.h"
+
 namespace fretwork::simd {
 
 /// 16-bit elements as they lie in memory, and their conversions one at a time.
@@ -85,6 +87,91 @@ HWY_INLINE hn::Vec<D> LoadSome(D d, const In* from, std::int64_t count) {
     std::memcpy(some, from, first * sizeof(In));
     return LoadAs(d, some);
 #endif
+  }
+}
+
+template <class D, typename V, typename T>
+HWY_INLINE void Write(D d, V v, T* to, bool stream) {
+  stream ? hn::Stream(v, d, to) : hn::StoreU(v, d, to);
+}
+
+template <bool kStream = false, class D, typename Out>
+HWY_INLINE void StoreAs(D d, hn::Vec<D> v, Out* to) {
+  using T = hn::TFromD<D>;
+  if constexpr (std::is_same_v<Out, T>) {
+    Write(d, v, to, kStream);
+  } else if constexpr (std::is_same_v<Out, Bf16>) {
+    const hn::Rebind<std::uint32_t, D> du;
+    const hn::Rebind<std::int32_t, D> di;
+    const hn::Rebind<std::uint16_t, D> d16;
+    const auto word = hn::BitCast(du, v);
+    const auto high = hn::ShiftRight<16>(word);
+    const auto odd = hn::And(high, hn::Set(du, 1u));
+    const auto rounded = hn::ShiftRight<16>(hn::Add(word, hn::Add(odd, hn::Set(du, 0x7fffu))));
+    const auto quiet = hn::Or(high, hn::Set(du, 0x40u));
+    const auto bits = hn::IfThenElse(hn::RebindMask(du, hn::Ne(v, v)), quiet, rounded);
+    Write(d16, hn::DemoteTo(d16, hn::BitCast(di, bits)), reinterpret_cast<std::uint16_t*>(to), kStream);
+  } else if constexpr (kHasHalf) {
+    const hn::Rebind<hwy::float16_t, D> d16;
+    Write(d16, hn::DemoteTo(d16, v), reinterpret_cast<hwy::float16_t*>(to), kStream);
+  } else {
+    HWY_ALIGN T wide[hn::MaxLanes(D())];
+    hn::Store(v, d, wide);
+    for (std::size_t n = 0; n < hn::MaxLanes(D()); ++n) {
+      to[n] = Out::round(wide[n]);
+    }
+  }
+}
+
+/// Calls f with an element of the type that data of `dtype` has, where vectors of T are loaded and stored as such.
+template <typename T, class F>
+HWY_INLINE void WithElement(DType dtype, const F& f) {
+  if (dtype == (sizeof(T) == 8 ? DType::f64 : DType::f32)) {
+    f(T());
+  } else if constexpr (sizeof(T) == 4) {
+    dtype == DType::bf16 ? f(Bf16()) : dtype == DType::f16 ? f(F16()) : void();
+  }
+}
+
+/// to[n] = factor · element n of data, which lie `step` apart.
+template <typename T>
+void WidenRow(const void* data, DType dtype, std::int64_t step, std::int64_t count, T factor, T* to) {
+  const hn::ScalableTag<T> d;
+  constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(d));
+  const auto times = hn::Set(d, factor);
+  std::int64_t n = 0;
+  const auto vectors = [&](auto element) HWY_ATTR {
+    const auto* const from = static_cast<const decltype(element)*>(data);
+    for (; n + kLanes <= count; n += kLanes) {
+      hn::StoreU(hn::Mul(times, LoadAs(d, from + n)), d, to + n);
+    }
+  };
+  if (step == 1) {
+    WithElement<T>(dtype, vectors);
+  }
+  for (; n < count; ++n) {
+    to[n] = factor * read_element<T>(data, dtype, n * step);
+  }
+}
+
+/// Element n of data = factor · from[n], rounded.
+template <typename T>
+void NarrowRow(const T* from, std::int64_t count, T factor, void* data, DType dtype, std::int64_t step) {
+  const hn::ScalableTag<T> d;
+  constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(d));
+  const auto times = hn::Set(d, factor);
+  std::int64_t n = 0;
+  const auto vectors = [&](auto element) HWY_ATTR {
+    auto* const to = static_cast<decltype(element)*>(data);
+    for (; n + kLanes <= count; n += kLanes) {
+      StoreAs(d, hn::Mul(times, hn::LoadU(d, from + n)), to + n);
+    }
+  };
+  if (step == 1) {
+    WithElement<T>(dtype, vectors);
+  }
+  for (; n < count; ++n) {
+    write_element(data, dtype, n * step, factor * from[n]);
   }
 }
 

@@ -49,39 +49,6 @@ Out Narrow(T value) {
   }
 }
 
-template <class D, typename V, typename T>
-HWY_INLINE void Write(D d, V v, T* to, bool stream) {
-  stream ? hn::Stream(v, d, to) : hn::StoreU(v, d, to);
-}
-
-template <bool kStream = false, class D, typename Out>
-HWY_INLINE void StoreAs(D d, hn::Vec<D> v, Out* to) {
-  using T = hn::TFromD<D>;
-  if constexpr (std::is_same_v<Out, T>) {
-    Write(d, v, to, kStream);
-  } else if constexpr (std::is_same_v<Out, Bf16>) {
-    const hn::Rebind<std::uint32_t, D> du;
-    const hn::Rebind<std::int32_t, D> di;
-    const hn::Rebind<std::uint16_t, D> d16;
-    const auto word = hn::BitCast(du, v);
-    const auto high = hn::ShiftRight<16>(word);
-    const auto odd = hn::And(high, hn::Set(du, 1u));
-    const auto rounded = hn::ShiftRight<16>(hn::Add(word, hn::Add(odd, hn::Set(du, 0x7fffu))));
-    const auto quiet = hn::Or(high, hn::Set(du, 0x40u));
-    const auto bits = hn::IfThenElse(hn::RebindMask(du, hn::Ne(v, v)), quiet, rounded);
-    Write(d16, hn::DemoteTo(d16, hn::BitCast(di, bits)), reinterpret_cast<std::uint16_t*>(to), kStream);
-  } else if constexpr (kHasHalf) {
-    const hn::Rebind<hwy::float16_t, D> d16;
-    Write(d16, hn::DemoteTo(d16, v), reinterpret_cast<hwy::float16_t*>(to), kStream);
-  } else {
-    HWY_ALIGN T wide[hn::MaxLanes(D())];
-    hn::Store(v, d, wide);
-    for (std::size_t n = 0; n < hn::MaxLanes(D()); ++n) {
-      to[n] = Out::round(wide[n]);
-    }
-  }
-}
-
 /// Reads a square whose lines lie `from_stride` apart and writes its transpose, lines `to_stride` apart.
 template <typename T, typename In, typename Out>
 HWY_INLINE void Transpose(const In* from, std::int64_t from_stride, Out* to, std::int64_t to_stride) {

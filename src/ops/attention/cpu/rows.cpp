@@ -12,8 +12,8 @@
 #include <cmath>
 #include <limits>
 
-#include "core/element.h"
 #include "device/random.cuh"
+#include "runtime/simd/elements-inl.h"
 
 #ifndef FRETWORK_OPS_ATTENTION_CPU_ROWS
 #define FRETWORK_OPS_ATTENTION_CPU_ROWS
@@ -37,76 +37,6 @@ template <typename Acc>
 using V = hn::Vec<Tag<Acc>>;
 template <typename Acc>
 constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(Tag<Acc>()));
-/// True where the instruction set rounds fp32 to fp16 itself.
-constexpr bool kConvertsHalf = HWY_TARGET < HWY_SSE4 || HWY_ARCH_ARM_A64;
-
-template <typename Acc>
-void Widen(const void* data, DType dtype, std::int64_t step, std::int64_t count, Acc factor, Acc* to) {
-  const Tag<Acc> d;
-  const auto times = hn::Set(d, factor);
-  std::int64_t n = 0;
-  if (step == 1 && dtype == (sizeof(Acc) == 8 ? DType::f64 : DType::f32)) {
-    for (; n + kLanes<Acc> <= count; n += kLanes<Acc>) {
-      hn::StoreU(hn::Mul(times, hn::LoadU(d, static_cast<const Acc*>(data) + n)), d, to + n);
-    }
-  }
-  if constexpr (sizeof(Acc) == 4) {
-    const auto* bits = static_cast<const std::uint16_t*>(data);
-    const hn::Rebind<std::uint16_t, Tag<Acc>> d16;
-    if (step == 1 && dtype == DType::bf16) {
-      const hn::RebindToUnsigned<Tag<Acc>> du;
-      for (; n + kLanes<Acc> <= count; n += kLanes<Acc>) {
-        const auto wide = hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(du, hn::LoadU(d16, bits + n))));
-        hn::StoreU(hn::Mul(times, wide), d, to + n);
-      }
-    } else if (kConvertsHalf && step == 1 && dtype == DType::f16) {
-      const hn::Rebind<hwy::float16_t, Tag<Acc>> dh;
-      for (; n + kLanes<Acc> <= count; n += kLanes<Acc>) {
-        hn::StoreU(hn::Mul(times, hn::PromoteTo(d, hn::BitCast(dh, hn::LoadU(d16, bits + n)))), d, to + n);
-      }
-    }
-  }
-  for (; n < count; ++n) {
-    to[n] = factor * read_element<Acc>(data, dtype, n * step);
-  }
-}
-
-template <typename Acc>
-void Narrow(const Acc* from, std::int64_t count, Acc factor, void* data, DType dtype, std::int64_t step) {
-  const Tag<Acc> d;
-  const auto times = hn::Set(d, factor);
-  std::int64_t n = 0;
-  if (step == 1 && dtype == (sizeof(Acc) == 8 ? DType::f64 : DType::f32)) {
-    for (; n + kLanes<Acc> <= count; n += kLanes<Acc>) {
-      hn::StoreU(hn::Mul(times, hn::LoadU(d, from + n)), d, static_cast<Acc*>(data) + n);
-    }
-  }
-  if constexpr (sizeof(Acc) == 4) {
-    auto* bits = static_cast<std::uint16_t*>(data);
-    const hn::Rebind<std::uint16_t, Tag<Acc>> d16;
-    if (step == 1 && dtype == DType::bf16) {
-      const hn::RebindToUnsigned<Tag<Acc>> du;
-      const hn::RebindToSigned<Tag<Acc>> di;
-      for (; n + kLanes<Acc> <= count; n += kLanes<Acc>) {
-        const auto x = hn::Mul(times, hn::LoadU(d, from + n));
-        const auto u = hn::BitCast(du, x);
-        const auto odd = hn::And(hn::ShiftRight<16>(u), hn::Set(du, 1u));
-        const auto rounded = hn::Add(u, hn::Add(odd, hn::Set(du, 0x7fffu)));
-        const auto nan = hn::Or(u, hn::Set(du, 0x400000u));
-        const auto high = hn::ShiftRight<16>(hn::IfThenElse(hn::RebindMask(du, hn::IsNaN(x)), nan, rounded));
-        hn::StoreU(hn::DemoteTo(d16, hn::BitCast(di, high)), d16, bits + n);
-      }
-    } else if (kConvertsHalf && step == 1 && dtype == DType::f16) {
-      const hn::Rebind<hwy::float16_t, Tag<Acc>> dh;
-      for (; n + kLanes<Acc> <= count; n += kLanes<Acc>) {
-        hn::StoreU(hn::BitCast(d16, hn::DemoteTo(dh, hn::Mul(times, hn::LoadU(d, from + n)))), d16, bits + n);
-      }
-    }
-  }
-  for (; n < count; ++n) {
-    write_element(data, dtype, n * step, factor * from[n]);
-  }
-}
 
 template <typename Acc>
 void Scale(Acc* x, std::int64_t count, Acc factor) {
@@ -390,9 +320,20 @@ void Gradient(const GradientRow<Acc>& row) {
 }
 
 template <typename Acc>
-constexpr Rows<Acc> kTable{&Widen<Acc>,       &Narrow<Acc>,   &Dot<Acc>,    &Scale<Acc>,   &Add<Acc>,
-                           &Multiply<Acc>,    &Select<Acc>,   &Band<Acc>,   &Cap<Acc>,     &Alibi<Acc>,
-                           &KeepColumns<Acc>, &KeepRows<Acc>, &Soften<Acc>, &Gradient<Acc>};
+constexpr Rows<Acc> kTable{&simd::HWY_NAMESPACE::WidenRow<Acc>,
+                           &simd::HWY_NAMESPACE::NarrowRow<Acc>,
+                           &Dot<Acc>,
+                           &Scale<Acc>,
+                           &Add<Acc>,
+                           &Multiply<Acc>,
+                           &Select<Acc>,
+                           &Band<Acc>,
+                           &Cap<Acc>,
+                           &Alibi<Acc>,
+                           &KeepColumns<Acc>,
+                           &KeepRows<Acc>,
+                           &Soften<Acc>,
+                           &Gradient<Acc>};
 
 const Rows<float>* Floats() { return &kTable<float>; }
 const Rows<double>* Doubles() { return &kTable<double>; }

@@ -13,8 +13,8 @@
 #include <limits>
 #include <utility>
 
-#include "core/element.h"
 #include "ops/block_softmax/problem.h"
+#include "runtime/simd/elements-inl.h"
 
 #ifndef FRETWORK_OPS_BLOCK_SOFTMAX_CPU  // what needs no vectors, once
 #define FRETWORK_OPS_BLOCK_SOFTMAX_CPU
@@ -76,78 +76,27 @@ std::int64_t grain(const BlockLayout& layout, std::int64_t tasks, std::int64_t b
 HWY_BEFORE_NAMESPACE();
 namespace fretwork::block_softmax_op::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
+namespace elements = fretwork::simd::HWY_NAMESPACE;
 
 template <typename Acc>
 using Tag = hn::ScalableTag<Acc>;
 
-/// True where the instruction set rounds fp32 to fp16 itself.
-constexpr bool kConvertsHalf = HWY_ARCH_ARM || (HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2);
+/// size_of, without a call for the types of most runs.
+inline std::int64_t bytes_of(DType dtype) {
+  const bool half = dtype == DType::f16 || dtype == DType::bf16;
+  return half ? 2 : dtype == DType::f32 ? 4 : static_cast<std::int64_t>(size_of(dtype));
+}
 
 /// Converts a run into the scratch row.
 template <typename Acc>
 void widen(const void* data, DType dtype, std::int64_t at, std::int64_t step, std::int64_t count, Acc* to) {
-  const Tag<Acc> d;
-  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  std::int64_t n = 0;
-  if (step == 1 && dtype == (sizeof(Acc) == 8 ? DType::f64 : DType::f32)) {
-    std::copy_n(static_cast<const Acc*>(data) + at, count, to);
-    return;
-  }
-  if constexpr (sizeof(Acc) == 4) {
-    const auto* bits = static_cast<const std::uint16_t*>(data) + at;
-    const hn::Rebind<std::uint16_t, Tag<Acc>> d16;
-    if (step == 1 && dtype == DType::bf16) {
-      const hn::RebindToUnsigned<Tag<Acc>> du;
-      for (; n + lanes <= count; n += lanes) {
-        hn::StoreU(hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(du, hn::LoadU(d16, bits + n)))), d, to + n);
-      }
-    } else if (kConvertsHalf && step == 1 && dtype == DType::f16) {
-      const hn::Rebind<hwy::float16_t, Tag<Acc>> dh;
-      for (; n + lanes <= count; n += lanes) {
-        hn::StoreU(hn::PromoteTo(d, hn::BitCast(dh, hn::LoadU(d16, bits + n))), d, to + n);
-      }
-    }
-  }
-  for (; n < count; ++n) {
-    to[n] = read_element<Acc>(data, dtype, at + n * step);
-  }
+  elements::WidenRow(static_cast<const std::byte*>(data) + at * bytes_of(dtype), dtype, step, count, Acc{1}, to);
 }
 
 /// Rounds a run of the scratch row and stores it.
 template <typename Acc>
 void narrow(const Acc* from, std::int64_t count, void* data, DType dtype, std::int64_t at, std::int64_t step) {
-  const Tag<Acc> d;
-  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  std::int64_t n = 0;
-  if (step == 1 && dtype == (sizeof(Acc) == 8 ? DType::f64 : DType::f32)) {
-    std::copy_n(from, count, static_cast<Acc*>(data) + at);
-    return;
-  }
-  if constexpr (sizeof(Acc) == 4) {
-    auto* bits = static_cast<std::uint16_t*>(data) + at;
-    const hn::Rebind<std::uint16_t, Tag<Acc>> d16;
-    if (step == 1 && dtype == DType::bf16) {
-      const hn::RebindToUnsigned<Tag<Acc>> du;
-      const hn::RebindToSigned<Tag<Acc>> di;
-      for (; n + lanes <= count; n += lanes) {
-        const auto x = hn::LoadU(d, from + n);
-        const auto u = hn::BitCast(du, x);
-        const auto odd = hn::And(hn::ShiftRight<16>(u), hn::Set(du, 1u));
-        const auto rounded = hn::Add(u, hn::Add(odd, hn::Set(du, 0x7fffu)));
-        const auto nan = hn::Or(u, hn::Set(du, 0x400000u));
-        const auto high = hn::ShiftRight<16>(hn::IfThenElse(hn::RebindMask(du, hn::IsNaN(x)), nan, rounded));
-        hn::StoreU(hn::DemoteTo(d16, hn::BitCast(di, high)), d16, bits + n);
-      }
-    } else if (kConvertsHalf && step == 1 && dtype == DType::f16) {
-      const hn::Rebind<hwy::float16_t, Tag<Acc>> dh;
-      for (; n + lanes <= count; n += lanes) {
-        hn::StoreU(hn::BitCast(d16, hn::DemoteTo(dh, hn::LoadU(d, from + n))), d16, bits + n);
-      }
-    }
-  }
-  for (; n < count; ++n) {
-    write_element(data, dtype, at + n * step, from[n]);
-  }
+  elements::NarrowRow(from, count, Acc{1}, static_cast<std::byte*>(data) + at * bytes_of(dtype), dtype, step);
 }
 
 /// The first `rows` rows from `row` on; row y goes to to[y·stride]. Block by block, as they lie in memory.

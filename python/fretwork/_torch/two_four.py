@@ -1,5 +1,6 @@
 """torch's rules for the 2:4 operators."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -284,7 +285,7 @@ def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         d = before_activation(activation, d, out, sums)
     d_values = d_dense = d_bias = None
     if needs_bias:
-        d_bias = (d.movedim(-2, -1).flatten(0, -2) if product == "left" else rows_of(d)).sum(0)
+        d_bias = rows_of(d.mT if product == "left" else d).sum(0)
     if needs_values or needs_dense:
         d = d if scale_a is None else d * (scale_a[:, None] if scale_a.dim() else scale_a)
         d = (d if scale_b is None else d * scale_b).to(dtype)
@@ -369,7 +370,8 @@ def linear_plainly(values: Tensor, metadata: Tensor, dense: Tensor, bias: Tensor
 
 
 def rows_of(t: Tensor) -> Tensor:
-    return t if t.dim() == 2 else t.flatten(0, -2) if t.dim() > 1 else t[None]
+    """A matrix. Not by `flatten`, which torch does not do of many gradients at once."""
+    return t if t.dim() == 2 else t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
 def _dense_product(a: Tensor, b: Tensor) -> Tensor:
@@ -385,7 +387,7 @@ def _outer(product: str, d: Tensor, dense: Tensor) -> Tensor:
         return torch.mm(rows_of(d).T, rows_of(dense))
     if d.dim() == 2:
         return torch.mm(d, dense.T)
-    return torch.einsum("zmn,zkn->mk", d.flatten(0, -3), dense.flatten(0, -3))
+    return torch.mm(rows_of(d.mT).T, rows_of(dense.mT))
 
 
 # vmap

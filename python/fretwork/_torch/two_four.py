@@ -56,6 +56,11 @@ def _check_device(op: str, argument: str, t: Tensor, like: Tensor) -> None:
     expect(t.device == like.device, op, argument, f"a tensor on {like.device}", f"one on {t.device}")
 
 
+def _check_scale(op: str, argument: str, scale: Tensor, like: Tensor) -> None:
+    expect(scale.dtype == torch.float32, op, argument, torch.float32, scale.dtype)
+    _check_device(op, argument, scale, like)
+
+
 def _check_dense(op: str, dense: Tensor, dim: int) -> tuple[int, int]:
     """Lines and elements of a line."""
     expect(dense.dtype in KINDS, op, "A", "a floating type, int8 or uint8", dense.dtype)
@@ -167,17 +172,20 @@ def _matmul_fake(
     shape = list(dense.shape)
     shape[contracted] = lines
     out = out_dtype or result_dtype(dense.dtype)
-    whole = (torch.int32,) if dense.dtype in INTEGERS else ()
-    expect(out in (*FLOATING, *SMALL, torch.int8, *whole), op, "out_dtype", f"one for {dense.dtype}", out)
+    wide = torch.int32 if dense.dtype in INTEGERS else torch.float64
+    expect(out in (wide, *FLOATING[1:], *SMALL, torch.int8), op, "out_dtype", f"one for {dense.dtype}", out)
     if bias is not None:
         expect(tuple(bias.shape) == (lines,), op, "bias", (lines,), tuple(bias.shape))
         expect(bias.dtype in bias_dtypes(out), op, "bias", out, bias.dtype)
     for scale, count in ((scale_a, -2), (scale_b, -1)):
         if scale is not None:
+            name = "scale_a" if count == -2 else "scale_b"
             right_shape = scale.dim() == 0 or tuple(scale.shape) == (shape[count],)
-            expect(right_shape, op, "scale_a" if count == -2 else "scale_b", "one number or one of each", scale.shape)
+            expect(right_shape, op, name, "one number or one of each", tuple(scale.shape))
+            _check_scale(op, name, scale, values)
     if scale_out is not None:
         expect(scale_out.dim() == 0, op, "scale_out", "one number", tuple(scale_out.shape))
+        _check_scale(op, "scale_out", scale_out, values)
     return dense.new_empty(shape, dtype=out)
 
 

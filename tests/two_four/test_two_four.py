@@ -1141,11 +1141,29 @@ def test_a_compiled_graph_with_an_axis_that_is_traced(dim, device):
     assert_close(got, (A @ B if s.dim else B @ A).cpu().double(), torch.float32)
 
 
-def test_dense_training_is_differentiated_once(device):
-    layer, x = fw.nn.SemiSparseLinear(32, 16, device=device, trainable="dense"), torch.randn(3, 32, device=device)
-    (d,) = torch.autograd.grad(layer(x.requires_grad_()).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        d.sum().backward()
+@pytest.mark.parametrize("prune", ["magnitude", "transposable"])
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_second_derivatives_of_dense_training(decay, prune):
+    """Of a loss with a penalty on its gradients. What stays is W · mask, whose gradient goes to all of W."""
+    layer = fw.nn.SemiSparseLinear(16, 8, dtype=torch.float64, trainable="dense", prune=prune, decay=decay)
+    x = torch.randn(3, 16, dtype=torch.float64, requires_grad=True)
+    pruned = layer.to_dense().detach()
+    shift = layer.weight.detach() * (pruned == 0)
+
+    def dense(x):
+        straight = layer.weight - shift  # the pruned weight, with a gradient of one
+        y = F.linear(x, straight, layer.bias)
+        pull = decay * (layer.weight.square() * (pruned == 0)).sum() / 2  # its gradient is what decay adds
+        return y, pull - pull.detach()
+
+    def penalized(y, extra=0.0):
+        loss = y.tanh().sum() + extra
+        inputs = (x, *layer.parameters())
+        first = torch.autograd.grad(loss, inputs, create_graph=True)
+        return torch.autograd.grad(loss + sum(g.square().sum() for g in first), inputs)
+
+    for got, want in zip(penalized(layer(x)), penalized(*dense(x)), strict=True):
+        assert_close(got, want, torch.float64)
 
 
 @pytest.mark.parametrize("trainable", ["values", "dense"])

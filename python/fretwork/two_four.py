@@ -362,6 +362,8 @@ def check(A: Tensor, dim: int = -1) -> tuple[bool, tuple[int, int] | None]:
     ((True, None), (False, (0, 0)))
     """
     check_tensor("check", "A", A)
+    if A.is_meta:
+        refuse("check", "A", "a matrix with data", "one on meta", RuntimeError)
     place = int(check_op(A.detach(), _axis("check", dim)).item())
     return (True, None) if place < 0 else (False, divmod(place, A.shape[1]))
 
@@ -487,7 +489,7 @@ def matmul(
         refuse("matmul", "a and b", "exactly one fretwork.TwoFour", "two" if left else "none", TypeError)
     s, dense = (a, b) if left else (b, a)
     assert isinstance(s, TwoFour) and not isinstance(dense, TwoFour)
-    if s.dim != left:
+    if s.dim != (1 if left else 0):  # a number that torch.compile traces differs from True
         raise NotImplementedError(
             f"matmul: {'a' if left else 'b'}: expected a matrix compressed along the axis that is summed over, "
             f"dim={'-1' if left else '0'}, got dim={s.dim}; compress the dense matrix along that axis"

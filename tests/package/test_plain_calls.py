@@ -195,6 +195,29 @@ def test_layers_agree_with_their_rules(name, lead, device):
             assert_same_as_the_rules(lambda layer=layer, x=x: layer(x), inputs)
 
 
+def assert_many_gradients_at_once(y, inputs):
+    """As `torch.autograd.functional.jacobian(…, vectorize=True)` asks for them."""
+    upstream = torch.randn(3, *y.shape, device=y.device).to(y.dtype)
+    got = torch.autograd.grad(y, inputs, upstream, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(y, inputs, one, retain_graph=True) for one in upstream]
+    for many, ones in zip(got, zip(*each, strict=True), strict=True):
+        assert_close(many, torch.stack(ones).double(), y.dtype)
+
+
+@pytest.mark.parametrize("name", [name for name in op_cases(torch.device("cpu")) if name != "attention, lse"])
+def test_many_gradients_of_ops_at_once(name, device):
+    call, inputs = op_cases(device)[name]
+    assert_many_gradients_at_once(call(), inputs)
+
+
+@pytest.mark.parametrize("lead", [(5,), (2, 3), ()], ids=str)
+@each_layer
+def test_many_gradients_of_layers_at_once(name, lead, device):
+    layer = layer_named(name, device)
+    x = input_of(layer, *lead)
+    assert_many_gradients_at_once(layer(x), [x, *layer.parameters()])
+
+
 @each_layer
 def test_plain_calls_take_no_registered_rule(name, device):
     layer = layer_named(name, device)

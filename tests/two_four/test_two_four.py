@@ -236,6 +236,7 @@ def test_fakes_refuse_what_the_core_refuses(device):
         torch.ones(32, 5, device=device),
         torch.ones(32, device=device),
     )
+    whole = two_four.compress(torch.eye(32, dtype=torch.int8, device=device))
     calls = [
         lambda: two_four.compress(B[:, :3]), lambda: two_four.compress(B, dim=2), lambda: two_four.compress(bias),
         lambda: two_four.compress(B.long(), dim=0), lambda: two_four.compress(B, dim=0, metadata_dtype=torch.int64),
@@ -244,7 +245,10 @@ def test_fakes_refuse_what_the_core_refuses(device):
         lambda: fw.TwoFour(s.values[0], s.metadata), lambda: fw.TwoFour(s.values.long(), s.metadata),
         lambda: two_four.matmul(s, B[:16]), lambda: two_four.matmul(s, B.half()), lambda: two_four.matmul(s, bias),
         lambda: two_four.matmul(s, B, bias=bias[:3]), lambda: two_four.matmul(s, B, bias=bias.half()),
-        lambda: two_four.matmul(s, B, scale_a=bias[:3]),
+        lambda: two_four.matmul(s, B, scale_a=bias[:3]), lambda: two_four.matmul(s, B, scale_b=bias[:1]),
+        lambda: two_four.matmul(s, B, scale_a=bias.double()), lambda: two_four.matmul(s, B, scale_out=bias[0].half()),
+        lambda: two_four.matmul(s, B, out_dtype=torch.int32), lambda: two_four.matmul(s, B, out_dtype=torch.uint8),
+        lambda: two_four.matmul(whole, whole.to_dense(), out_dtype=torch.float64),
         lambda: two_four.linear(B, s), lambda: two_four.linear(bias.half(), s),
     ]  # fmt: skip
     for call in calls:
@@ -322,6 +326,14 @@ def test_matrices_without_memory():
     assert fw.TwoFour(s.values, s.metadata).to(torch.float32).to_dense().shape == (16, 16)
     assert copy.deepcopy(s).values.is_meta
     assert two_four.matmul(s, torch.empty(16, 3, device="meta").half()).shape == (16, 3)
+    whole, one = two_four.compress(torch.eye(16).char()).to("meta"), torch.ones((), device="meta")
+    for name, option in {
+        "out_dtype": torch.float64, "scale_a": one.double(), "scale_b": torch.ones(()), "scale_out": one.half()
+    }.items():  # fmt: skip
+        with pytest.raises(RuntimeError, match=f"^matmul: {name}: expected .*, got "):
+            two_four.matmul(whole, torch.empty(16, 3, device="meta").char(), **{name: option})
+    with pytest.raises(RuntimeError, match=r"^check: A: expected a matrix with data, got one on meta$"):
+        two_four.check(torch.empty(16, 16, device="meta"))
 
 
 def test_other_operators_still_refuse_integers(device):
@@ -1114,11 +1126,44 @@ def test_compress_and_products_in_a_compiled_graph(device):
     assert_close(d, torch.autograd.grad(want, A)[0].cpu().double(), torch.float32)
 
 
-def test_dense_training_is_differentiated_once(device):
-    layer, x = fw.nn.SemiSparseLinear(32, 16, device=device, trainable="dense"), torch.randn(3, 32, device=device)
-    (d,) = torch.autograd.grad(layer(x.requires_grad_()).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        d.sum().backward()
+@pytest.mark.parametrize("dim", [-1, 0])
+def test_a_compiled_graph_with_an_axis_that_is_traced(dim, device):
+    """As `dynamic=True` traces every number that a function is given."""
+    A = pruned(16, 16, torch.float32, device, dim)
+    s, B = two_four.compress(A, dim=dim), torch.randn(16, 16, device=device)
+
+    def product(values, metadata, dim):
+        t = fw.TwoFour(values, metadata, dim=dim)
+        return two_four.matmul(t, B) if t.dim else two_four.matmul(B, t)
+
+    torch._dynamo.reset()
+    got = torch.compile(product, fullgraph=True, backend="aot_eager", dynamic=True)(s.values, s.metadata, dim)
+    assert_close(got, (A @ B if s.dim else B @ A).cpu().double(), torch.float32)
+
+
+@pytest.mark.parametrize("prune", ["magnitude", "transposable"])
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_second_derivatives_of_dense_training(decay, prune):
+    """Of a loss with a penalty on its gradients. What stays is W · mask, whose gradient goes to all of W."""
+    layer = fw.nn.SemiSparseLinear(16, 8, dtype=torch.float64, trainable="dense", prune=prune, decay=decay)
+    x = torch.randn(3, 16, dtype=torch.float64, requires_grad=True)
+    pruned = layer.to_dense().detach()
+    shift = layer.weight.detach() * (pruned == 0)
+
+    def dense(x):
+        straight = layer.weight - shift  # the pruned weight, with a gradient of one
+        y = F.linear(x, straight, layer.bias)
+        pull = decay * (layer.weight.square() * (pruned == 0)).sum() / 2  # its gradient is what decay adds
+        return y, pull - pull.detach()
+
+    def penalized(y, extra=0.0):
+        loss = y.tanh().sum() + extra
+        inputs = (x, *layer.parameters())
+        first = torch.autograd.grad(loss, inputs, create_graph=True)
+        return torch.autograd.grad(loss + sum(g.square().sum() for g in first), inputs)
+
+    for got, want in zip(penalized(layer(x)), penalized(*dense(x)), strict=True):
+        assert_close(got, want, torch.float64)
 
 
 @pytest.mark.parametrize("trainable", ["values", "dense"])

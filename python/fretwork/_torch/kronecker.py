@@ -17,7 +17,7 @@ from fretwork._torch.differentiable import (
     holds_dtensors,
     on_parts,
 )
-from fretwork._torch.private import alive, any_requires_grad, bare, in_autocast, node_apply
+from fretwork._torch.private import alive, any_requires_grad, bare, in_autocast, is_batched, node_apply
 from fretwork._torch.registration import cast_first, operand, ops, register_autocast
 from fretwork._torch.vmap import mapped, mapped_over_none, split
 
@@ -108,10 +108,15 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     )
 
 
+def _one_op(d_out: Tensor, *saved: Tensor) -> bool:
+    """Whether one op has all gradients: where they will not be differentiated themselves, and there is one of each."""
+    return not torch.is_grad_enabled() and called_plainly((d_out, *saved)) and not is_batched(d_out)
+
+
 def _gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     x, w, bias, out = ctx.saved_tensors
     layout = (ctx.bs_last, ctx.precision)
-    if ctx.activation == "none" and not torch.is_grad_enabled() and called_plainly((x, w, d_out)):
+    if ctx.activation == "none" and _one_op(d_out, x, w):
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         if needs_x and needs_w:  # one op has them
             d_x, d_bias, d_w = _plain_chain_backward(x, (w,), d_out, *layout, True, 1, needs_bias)
@@ -197,9 +202,7 @@ class KroneckerChain(torch.autograd.Function):
         (d_out,) = gradients
         needs_x, needs_bias, _, _, _, *needs_w = ctx.needs_input_grad
         x, _, _, *weights = ctx.saved_tensors
-        # One op has all gradients where these will not be differentiated themselves.
-        fused = ctx.activation == "none" and needs_w[-1] and not torch.is_grad_enabled()
-        if not (fused and called_plainly((x, d_out, *weights))):
+        if not (ctx.activation == "none" and needs_w[-1] and _one_op(d_out, x, *weights)):
             d_x, d_weights, d_bias = _chain_gradients(ctx, d_out, needs_x, needs_w, needs_bias)
             return d_x, d_bias, None, None, None, *d_weights
         bits = sum(1 << n for n, needs in enumerate(needs_w) if needs)

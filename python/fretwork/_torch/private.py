@@ -37,6 +37,11 @@ def in_eager() -> bool:
     return not (_modes() or _transforms() or _tracing() is not None or in_forward_mode())
 
 
+# Whether a gradient is many at once, as `torch.autograd.grad(…, is_grads_batched=True)` has them. That is torch's older
+# vmap, no transform to `in_eager`: it runs one by one the ops that give tensors, but not those that give a list.
+is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+
+
 def assert_in_graph(condition: Tensor, message: str) -> None:
     """An assertion inside a compiled graph, on the device. Python's own would read the value while tracing."""
     torch._assert_async(condition, message)

@@ -93,7 +93,10 @@ def _r_softmax_gradient(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _r_softmax_second(ctx: Any, *gradients: Tensor) -> None:
-    raise NotImplementedError("r_softmax: gradient: expected to be differentiated once, got a second time")
+    raise NotImplementedError(
+        "r_softmax: gradient: expected to be differentiated once, got a second time; "
+        "for second derivatives apply torch.softmax to x with -inf where pattern.columns() is -1"
+    )
 
 
 def _register_folding(call: DifferentiableOp, tensors: int) -> None:

@@ -1,5 +1,6 @@
 """torch's rules for the 2:4 operators."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,11 @@ def bias_dtypes(out: torch.dtype) -> tuple[torch.dtype, ...]:
 def _check_device(op: str, argument: str, t: Tensor, like: Tensor) -> None:
     """torch calls a fake where any operand is on "meta"; the others may be elsewhere."""
     expect(t.device == like.device, op, argument, f"a tensor on {like.device}", f"one on {t.device}")
+
+
+def _check_scale(op: str, argument: str, scale: Tensor, like: Tensor) -> None:
+    expect(scale.dtype == torch.float32, op, argument, torch.float32, scale.dtype)
+    _check_device(op, argument, scale, like)
 
 
 def _check_dense(op: str, dense: Tensor, dim: int) -> tuple[int, int]:
@@ -166,17 +172,20 @@ def _matmul_fake(
     shape = list(dense.shape)
     shape[contracted] = lines
     out = out_dtype or result_dtype(dense.dtype)
-    whole = (torch.int32,) if dense.dtype in INTEGERS else ()
-    expect(out in (*FLOATING, *SMALL, torch.int8, *whole), op, "out_dtype", f"one for {dense.dtype}", out)
+    wide = torch.int32 if dense.dtype in INTEGERS else torch.float64
+    expect(out in (wide, *FLOATING[1:], *SMALL, torch.int8), op, "out_dtype", f"one for {dense.dtype}", out)
     if bias is not None:
         expect(tuple(bias.shape) == (lines,), op, "bias", (lines,), tuple(bias.shape))
         expect(bias.dtype in bias_dtypes(out), op, "bias", out, bias.dtype)
     for scale, count in ((scale_a, -2), (scale_b, -1)):
         if scale is not None:
+            name = "scale_a" if count == -2 else "scale_b"
             right_shape = scale.dim() == 0 or tuple(scale.shape) == (shape[count],)
-            expect(right_shape, op, "scale_a" if count == -2 else "scale_b", "one number or one of each", scale.shape)
+            expect(right_shape, op, name, "one number or one of each", tuple(scale.shape))
+            _check_scale(op, name, scale, values)
     if scale_out is not None:
         expect(scale_out.dim() == 0, op, "scale_out", "one number", tuple(scale_out.shape))
+        _check_scale(op, "scale_out", scale_out, values)
     return dense.new_empty(shape, dtype=out)
 
 
@@ -284,7 +293,7 @@ def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         d = before_activation(activation, d, out, sums)
     d_values = d_dense = d_bias = None
     if needs_bias:
-        d_bias = (d.movedim(-2, -1).flatten(0, -2) if product == "left" else rows_of(d)).sum(0)
+        d_bias = rows_of(d.mT if product == "left" else d).sum(0)
     if needs_values or needs_dense:
         d = d if scale_a is None else d * (scale_a[:, None] if scale_a.dim() else scale_a)
         d = (d if scale_b is None else d * scale_b).to(dtype)
@@ -369,7 +378,8 @@ def linear_plainly(values: Tensor, metadata: Tensor, dense: Tensor, bias: Tensor
 
 
 def rows_of(t: Tensor) -> Tensor:
-    return t if t.dim() == 2 else t.flatten(0, -2) if t.dim() > 1 else t[None]
+    """A matrix. Not by `flatten`, which torch does not do of many gradients at once."""
+    return t if t.dim() == 2 else t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
 def _dense_product(a: Tensor, b: Tensor) -> Tensor:
@@ -385,7 +395,7 @@ def _outer(product: str, d: Tensor, dense: Tensor) -> Tensor:
         return torch.mm(rows_of(d).T, rows_of(dense))
     if d.dim() == 2:
         return torch.mm(d, dense.T)
-    return torch.einsum("zmn,zkn->mk", d.flatten(0, -3), dense.flatten(0, -3))
+    return torch.mm(rows_of(d.mT).T, rows_of(dense.mT))
 
 
 # vmap

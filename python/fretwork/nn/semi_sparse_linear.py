@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fretwork import two_four
 from fretwork._checks import whole_number
@@ -261,28 +260,31 @@ class PrunedLinear(torch.autograd.Function):
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(
             x if needs_weight else None,
-            weight if needs_weight and decay else None,
+            weight if needs_weight and (needs_x or decay) else None,
             *(back if needs_x or (needs_weight and decay) else [None] * len(back)),
         )
         return rules.matmul_op(values, metadata, x, bias, "none", None, None, None, "linear", precision, None)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (d,) = gradients
         x, weight, *back = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         rows = rules.rows_of(d)
         d_x = d_weight = None
-        if needs_x and ctx.transposable:
+        kept: Any = None
+        # Whether these may be differentiated themselves: straight through the pruning, as the product is.
+        again = weight is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if (needs_x and (again or not ctx.transposable)) or (needs_weight and ctx.decay):
+            kept = rules.to_dense_op(*back, 0) if ctx.transposable else back[0]
+        if needs_x and ctx.transposable and not again:
             d_x = rules.matmul_op(*back, rows, None, "none", None, None, None, "right", ctx.precision, None)
         elif needs_x:
-            d_x = rows @ back[0]
+            d_x = rows @ (_Straight.apply(weight, kept, 0.0) if again else kept)
         if needs_weight:
             d_weight = rows.T @ rules.rows_of(x)
-            if ctx.decay:
-                kept = rules.to_dense_op(*back, 0) if ctx.transposable else back[0]
-                d_weight = d_weight + ctx.decay * (weight - kept)
+            if kept is not None and ctx.decay:
+                d_weight = d_weight + ctx.decay * torch.where(kept == 0, weight, 0)
         d_x = None if d_x is None else d_x.view(*d.shape[:-1], d_x.shape[-1])
         return d_x, d_weight, rows.sum(0) if needs_bias else None, None, None, None
 

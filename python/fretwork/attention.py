@@ -210,7 +210,7 @@ def attention(
         if callable(pattern):
             patterns = patterns_of(pattern, q.shape, k.shape)
         elif pattern is not None:
-            patterns = flat_patterns(op, pattern, q.shape)
+            patterns = flat_patterns(op, pattern, q.shape, k.shape)
         keys = pattern_keys(patterns)
     if blocks is not None:
         check_sinks(op, sinks, q, q.shape[1] if q.dim() == 4 else 0)

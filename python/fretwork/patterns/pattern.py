@@ -31,8 +31,8 @@ _NUMBERS = re.compile(r"((?:-?\d+,){4})(?:-?\d+,){12,}-?\d+")
 class _Transposed:
     """The transposed pattern. No property, which torch.compile does not follow on a pattern that it traced."""
 
-    def __get__(self, pattern: Pattern, owner: type[Pattern]) -> Pattern:
-        return transposed(pattern.text)
+    def __get__(self, pattern: Pattern | None, owner: type[Pattern]) -> Pattern:
+        return self if pattern is None else transposed(pattern.text)  # type: ignore[return-value]  # as properties do
 
 
 class Pattern:
@@ -83,6 +83,7 @@ class Pattern:
         return parsed(text)
 
     T = _Transposed()
+    """The transposed pattern."""
 
     def mask(self, device: torch.device | str | None = None) -> torch.Tensor:
         """A dense bool tensor of the pattern's shape; refuses more than 2^30 elements.

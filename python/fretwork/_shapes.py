@@ -379,14 +379,17 @@ def every_key(op: str, queries: Shape, keys: Shape) -> Pattern:
     return full(lengths(op, queries, keys))
 
 
-def flat_patterns(op: str, pattern: Any, queries: Shape) -> tuple[Any, ...]:
+def flat_patterns(op: str, pattern: Any, queries: Shape, keys: Shape | None = None) -> tuple[Any, ...]:
     """The patterns of a call as an op takes them: one, Hq of them, or Hq for each of B elements, one after another.
 
     `pattern` is one, a sequence of one or Hq, or a sequence of B sequences of one or Hq each; `queries` is q's shape.
+    With `keys`, that of k, no pattern is needed where B or Hq is zero.
     """
     if isinstance(pattern, Pattern):
         return (pattern,)
     batch, heads = queries[:2] if len(queries) == 4 else (None, None)
+    if keys is not None and isinstance(pattern, (list, tuple)) and not pattern and 0 in (batch, heads):
+        return (every_key(op, queries, keys),)
     _check_sequence(op, "pattern", pattern)
     if not any(isinstance(p, Sequence) and not isinstance(p, str) for p in pattern):
         _check_patterns(op, "pattern", pattern, heads)
@@ -400,7 +403,7 @@ def flat_patterns(op: str, pattern: Any, queries: Shape) -> tuple[Any, ...]:
         rows.append([row[0] for _ in range(heads or 1)] if len(row) == 1 else row)
     if batch is not None and len(rows) != batch:
         fail(op, "pattern", f"{batch} sequences, one for each element of the batch", len(rows))
-    return tuple(p for row in rows for p in row)
+    return tuple(p for row in rows for p in row)[: 1 if heads == 0 else None]
 
 
 # What makes a pattern of other things, by the names of their types.

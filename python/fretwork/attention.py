@@ -210,7 +210,7 @@ def attention(
         if callable(pattern):
             patterns = patterns_of(pattern, q.shape, k.shape)
         elif pattern is not None:
-            patterns = flat_patterns(op, pattern, q.shape)
+            patterns = flat_patterns(op, pattern, q.shape, k.shape)
         keys = pattern_keys(patterns)
     if blocks is None:
         check_no_block(op, block)

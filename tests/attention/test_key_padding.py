@@ -309,6 +309,15 @@ def test_sequences_of_patterns(device):
     torch.testing.assert_close(mapped[1], fw.attention(q, k, v, [[causal], [P.full(40)], [causal]]))
 
 
+@pytest.mark.parametrize("batch, heads", [(0, 4), (2, 0), (0, 0)])
+def test_elements_of_nothing(device, batch, heads):
+    """A list of one for each element, or each head, has nothing in it where there are none."""
+    q, k, v = (torch.randn(batch, heads, 40, 8, device=device, requires_grad=True) for _ in range(3))
+    for patterns in ([[P.causal(40)] for _ in range(batch)], [P.causal(40) for _ in range(heads)]):
+        o = fw.attention(q, k, v, patterns)
+        assert o.shape == q.shape and torch.autograd.grad(o.sum(), q)[0].shape == q.shape
+
+
 @pytest.mark.parametrize(
     "bad, argument",
     [

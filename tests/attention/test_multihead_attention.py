@@ -79,6 +79,23 @@ def test_a_finite_number_hides_nothing(name, dtype, device):
             assert_close(got, ours(x * 0)[0].detach().double(), own)
 
 
+def test_two_masks_of_floats(device):
+    """Are added without a loss of digits; and in fp16 without infinity, which hides a key that neither hides."""
+    for own in dtypes_of(device):
+        wide, ours = pair(P.full(12), device, own)
+        x = torch.randn(2, 12, 32)
+        added, padding = torch.randn(12, 12), torch.randn(2, 12)
+        masks = {"attn_mask": added.to(device), "key_padding_mask": padding.to(device)}
+        both = (added.double() + padding.double()[:, None]).repeat_interleave(4, 0)
+        want = wide(*[x.to(own).double()] * 3, attn_mask=both, need_weights=False)[0]
+        assert_close(ours(x.to(device, own), **masks)[0], want.detach(), own)
+    _, ours = pair(P.full(12), device, torch.float16)
+    x, low = torch.randn(2, 12, 32, device=device).half(), torch.finfo(torch.float16).min
+    masks = {"attn_mask": torch.full((12, 12), low), "key_padding_mask": torch.full((2, 12), low)}
+    got = ours(x * 0, **{name: mask.to(device).half() for name, mask in masks.items()})[0]
+    assert_close(got, ours(x * 0)[0].detach().double(), torch.float16)
+
+
 @pytest.mark.parametrize("function", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_pattern_for_each_head(function, is_causal, device):
@@ -163,6 +180,16 @@ def test_refused(call, message):
     attn = fw.nn.MultiheadAttention(32, 4, P.causal(9))
     with pytest.raises((RuntimeError, TypeError, NotImplementedError), match=f"MultiheadAttention: {message}.*, got"):
         call(attn, torch.randn(2, 9, 32))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "pattern", [P.full(9), [P.full(9), P.causal(9)], lambda sq, sk: P.full(9)], ids=["one", "heads", "function"]
+)
+def test_other_lengths_are_refused(pattern, is_causal):
+    attn = fw.nn.MultiheadAttention(32, 2, pattern)
+    with pytest.raises(RuntimeError, match=r"attention: pattern: expected shape \(8, 8\).*, got \(9, 9\)"):
+        attn(torch.randn(2, 8, 32), is_causal=is_causal)
 
 
 # Structure in saved weights

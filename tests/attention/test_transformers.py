@@ -8,6 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -320,3 +321,79 @@ def test_a_compiled_model_serves_every_length_without_warnings(device):
             assert torch.equal(got, want)
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs == [1] * 4
+
+
+# Attention that is no causal, full or window one
+
+
+SMALL = SIZES | dict(head_dim=16, bos_token_id=1, eos_token_id=2)
+CHUNKS = dict(attention_chunk_size=8, no_rope_layers=[1, 0], num_local_experts=2, intermediate_size_mlp=96)
+WINDOW = dict(sliding_window=6, layer_types=["sliding_attention", "full_attention"])
+
+
+@pytest.mark.parametrize("kind", ["chunks", "both directions"])
+def test_other_attention_is_read_through_a_mask(device, kind):
+    if kind == "chunks":
+        ours, theirs = twins(transformers.Llama4ForCausalLM, transformers.Llama4TextConfig(**SMALL, **CHUNKS), device)
+    else:
+        config = transformers.Gemma3TextConfig(**SMALL, **WINDOW, use_bidirectional_attention=True)
+        ours, theirs = twins(transformers.Gemma3TextModel, config, device)
+    ids, mask = padded(device, [(13, 0), (0, 0)])
+    for given in (None, mask):
+        got, want = (model(ids, attention_mask=given, use_cache=False)[0] for model in (ours, theirs))
+        seen = mask.bool() if given is not None else slice(None)
+        assert torch.allclose(got[seen], want[seen], atol=1e-4)
+    if kind == "chunks":
+        options = dict(attention_mask=mask, max_new_tokens=12, min_new_tokens=12, do_sample=False)
+        assert torch.equal(ours.generate(ids, **options), theirs.generate(ids, **options))
+
+
+def t5(pattern=None):
+    config = dict(vocab_size=64, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    return transformers.T5Config(**config, fretwork_pattern=pattern)
+
+
+def test_position_bias(device):
+    ours, theirs = twins(transformers.T5ForConditionalGeneration, t5(), device)
+    (ids, mask), labels = padded(device, [(0, 13), (0, 0)]), tokens(device, 20)
+    got, want = (model(ids, attention_mask=mask, labels=labels) for model in (ours, theirs))
+    assert torch.allclose(got.logits, want.logits, atol=1e-4)
+    got.loss.backward()
+    want.loss.backward()
+    for (name, x), y in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(x.grad, y.grad, atol=1e-4), name
+
+
+def test_position_bias_of_padded_rows(device):
+    config = t5("block_local({seq}, 8)")
+    model = transformers.T5EncoderModel._from_config(config, attn_implementation="fretwork").to(device).eval()
+    ids, mask = padded(device, [(0, 13), (5, 0), (2, 3)])
+    got = model(ids, attention_mask=mask)[0]
+    for row in range(3):
+        seen = mask[row].bool()
+        assert torch.allclose(got[row, seen], model(ids[row : row + 1, seen])[0][0], atol=1e-4)
+
+
+def test_a_window_that_counts_without_the_query(device):
+    """T5Gemma's encoder sees as many keys on each side as its window has; others name one more."""
+    part = SMALL | WINDOW | dict(query_pre_attn_scalar=16)
+    config = transformers.T5GemmaConfig(encoder=part, decoder=part, vocab_size=64)
+    ours, theirs = twins(transformers.T5GemmaForConditionalGeneration, config, device)
+    ids, labels = tokens(device), tokens(device, 20)
+    assert torch.allclose(*(model(ids, labels=labels).logits for model in (ours, theirs)), atol=1e-4)
+
+
+def test_models_that_compute_their_own_attention_are_refused(device):
+    bloom = transformers.BloomConfig(vocab_size=64, hidden_size=64, n_layer=2, n_head=4)
+    for kind, config in (
+        (transformers.BloomForCausalLM, bloom),
+        (
+            transformers.XLNetModel,
+            transformers.XLNetConfig(d_model=64, n_head=4, n_layer=2, fretwork_pattern="full({seq})"),
+        ),
+    ):
+        with pytest.raises(NotImplementedError, match=f"attn_implementation: expected .+, got {kind.__name__}"):
+            kind._from_config(config, attn_implementation="fretwork")
+    q = torch.randn(1, 2, 8, 16, device=device)
+    with pytest.raises(NotImplementedError, match="attention: indices: expected None, got a Tensor"):
+        fretwork.compat.transformers.attention_forward(torch.nn.Module(), q, q, q, None, indices=q)

@@ -179,14 +179,14 @@ def test_select_blocks(block, causal):
     close(d_k, learned[1].grad, 1e-4)
 
 
-@pytest.mark.parametrize("shared", ["nothing", "keys", "blocks", "one list"])
+@pytest.mark.parametrize("shared", ["nothing", "keys", "blocks", "one list", "blocks of one"])
 @pytest.mark.parametrize("kind", ["mask", "lists", "selected", "varlen", "bias", "sinks", "chosen"])
 def test_vmap(kind, shared):
     """What a vmap gives is what its elements give, each alone; the same for its gradient."""
-    many, batch = 3, 1 if shared == "one list" else 2
-    q, k, v = (jnp.asarray(np.random.randn(many, 2, h, 60, 16), "float32") for h in (4, 2, 2))
-    mask = jnp.asarray(np.random.rand(many, batch, 2, 4, 4) < 0.5)
-    indices = jnp.asarray(np.random.randint(-1, 4, (many, 2, 2, 60, 1)), "int32")
+    many, batch, lists = 3, 1 if shared == "blocks of one" else 2, 1 if shared in ("one list", "blocks of one") else 2
+    q, k, v = (jnp.asarray(np.random.randn(many, batch, h, 60, 16), "float32") for h in (4, 2, 2))
+    mask = jnp.asarray(np.random.rand(many, lists, 2, 4, 4) < 0.5)
+    indices = jnp.asarray(np.random.randint(-1, 4, (many, batch, 2, 60, 1)), "int32")
     starts = jnp.asarray(np.sort(np.random.randint(0, 60, (many, 4))), "int32")
 
     def call(q, k, v, mask, indices, starts):
@@ -205,7 +205,7 @@ def test_vmap(kind, shared):
         return fwj.attention(q, k, v, blocks=blocks, block=16, **options)
 
     given = [q, k, v, mask, indices, starts]
-    alone = {"keys": (1, 2), "blocks": (3, 4, 5), "one list": (3,)}.get(shared, ())
+    alone = {"keys": (1, 2), "blocks": (3, 4, 5), "one list": (3,), "blocks of one": (3, 4, 5)}.get(shared, ())
     given = [x[0] if n in alone else x for n, x in enumerate(given)]
     axes = [None if n in alone else 0 for n in range(6)]
 

@@ -327,7 +327,7 @@ def test_bad_pieces(call):
 def test_a_pattern_made_in_a_compiled_function():
     def call(q):
         pattern = P.with_prefix(P.diag([P.causal(20)[4:, 4:], P.place(P.tree([-1, 0, 0]), (5, 5), at=(1, 1))]), 2)
-        return fw.attention(q, q, q, pattern)
+        return fw.attention(q, q, q, pattern.T | pattern & P.strided(23, 4).T)
 
     q = torch.randn(1, 2, 23, 8)
     assert torch.allclose(torch.compile(call, fullgraph=True, backend="eager")(q), call(q))

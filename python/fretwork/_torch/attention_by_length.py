@@ -51,10 +51,17 @@ def causally(function: OfLength) -> OfLength:
     """The function of the causal parts of its patterns."""
 
     def part(rows: int, cols: int) -> Pattern | Sequence[Pattern]:
-        made, earlier = function(rows, cols), causal((rows, cols))
-        return made & earlier if isinstance(made, Pattern) else [p & earlier for p in made]
+        made = function(rows, cols)
+        return (
+            causal_part(made, rows, cols) if isinstance(made, Pattern) else [causal_part(p, rows, cols) for p in made]
+        )
 
     return part
+
+
+def causal_part(pattern: Pattern, rows: int, cols: int) -> Pattern:
+    """What is left of a pattern; one of another shape stays as it is, for attention to refuse."""
+    return pattern & causal((rows, cols)) if pattern.shape[-2:] == (rows, cols) else pattern
 
 
 def every_key(rows: int, cols: int) -> Pattern:
@@ -65,7 +72,7 @@ def every_key(rows: int, cols: int) -> Pattern:
 def patterns_of(function: OfLength, queries: Any, keys: Any) -> tuple[Any, ...]:
     """What a function gives for q and k of these shapes, checked."""
     rows, cols = _shapes.lengths("attention", queries, keys)
-    return _shapes.flat_patterns("attention", _shapes.made_for("attention", function, rows, cols), queries)
+    return _shapes.flat_patterns("attention", _shapes.made_for("attention", function, rows, cols), queries, keys)
 
 
 def _keys(patterns: tuple[Pattern, ...], queries: Any, keys: Any) -> str:

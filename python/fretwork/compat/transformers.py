@@ -10,10 +10,12 @@ length), one for all layers or a list with one for each:
 It is saved and loaded with the model. A configuration with a pattern means `attn_implementation="fretwork"` unless
 another one is named; where this module is not imported, transformers refuses the model that was saved with it.
 
-Without a pattern a model keeps the attention it has: causal, with its sliding window where it has one, or full. Keys
-that the attention mask leaves out as padding are not seen, and positions of a pattern count from a row's first real
-token, so that a padded row has the results of the row alone: rows are computed in groups of equal padding where the
-pattern is not the same for all of them. Keys left out inside a row raise with a pattern that depends on positions.
+Without a pattern a model keeps the attention it has: causal, with its sliding window where it has one, or full; any
+other (chunks, images whose tokens see each other) is read through a mask as transformers makes it. Position biases are
+added. Models that compute their attention themselves, or choose their keys, are refused. Keys that the attention mask
+leaves out as padding are not seen, and positions of a pattern count from a row's first real token, so that a padded row
+has the results of the row alone: rows are computed in groups of equal padding where the pattern is not the same for all
+of them. Keys left out inside a row raise with a pattern that depends on positions.
 Caches that grow with the sequence work, and so do static ones, which are read through a mask as transformers makes it.
 With a pattern the length of a static cache is read on the host in each call; where a pattern would need keys that a
 cache has dropped, it raises.
@@ -38,6 +40,7 @@ one imports this module first: without it transformers warns, and the sparse lay
 import functools
 import itertools
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -55,9 +58,12 @@ from fretwork.patterns import Pattern, diag
 
 with needs("fretwork.compat.transformers", "transformers", "transformers"):
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-    from transformers.masking_utils import sdpa_mask
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     from fretwork.compat._structure_in_config import structure_saved
+
+# Options of a call by which a model names the keys that its queries see.
+_OWN_KEYS = ("indices", "block_indices", "cache")
 
 ChooseBlocks = Callable[[Tensor, Tensor, int | None], Tensor | BlockLists | None]
 
@@ -100,11 +106,26 @@ def _given(module: torch.nn.Module) -> str | None:
     return str(given)
 
 
-def _own(causal: bool, window: int | None) -> str:
+def _own(module: torch.nn.Module, causal: bool, window: int | None) -> str:
     """The text of the attention that a model has by itself."""
-    if window is not None:
-        return f"sliding_window({{seq}}, {window - 1}, {'0' if causal else window - 1})"
-    return "causal({seq})" if causal else "full({seq})"
+    if window is None:
+        return "causal({seq})" if causal else "full({seq})"
+    if causal:
+        return f"sliding_window({{seq}}, {window - 1}, 0)"
+    reach = getattr(getattr(module, "config", None), "sliding_window", None)  # which modules may count with themselves
+    reach = window - 1 if reach is None else reach
+    return f"sliding_window({{seq}}, {reach}, {reach})"
+
+
+def _is_own(mask_function: Callable[..., Any], config: Any, by_functions: bool) -> bool:
+    """Whether a model's mask is causal, full or a window, of documents too. `by_functions`: it has others besides.
+
+    transformers makes it of functions: chunks are a conjunction, as windows are, and blocks that see themselves in both
+    directions are added last, in a disjunction.
+    """
+    kind = mask_function.__name__
+    chunks = kind == "and_mask" and getattr(config, "attention_chunk_size", None) is not None
+    return not by_functions and kind != "or_mask" and not chunks
 
 
 # A row's padding: how many keys at its beginning and at its end, and whether others are left out between them.
@@ -211,6 +232,10 @@ def _seen(mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask.bool(), _UNSEEN)
 
 
+def _sum(bias: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return other if bias is None else bias if other is None else bias + other
+
+
 def use_blocks(model: torch.nn.Module, choose: ChooseBlocks | None, block: int | tuple[int, int] = 64) -> None:
     """Lets a function choose the key blocks of every attention layer of a model, in each call; None takes it away.
 
@@ -253,6 +278,7 @@ def _by_groups(
     template: str,
     mask: Tensor,
     cuts: list[tuple[int, int]],
+    position_bias: Tensor | None,
     **options: Any,
 ) -> Tensor:
     """Each group of rows of equal padding without it; zeros for queries that are padding."""
@@ -266,6 +292,8 @@ def _by_groups(
         at = torch.tensor(members, device=q.device)
         hidden = any(_ends(mask)[n][:2] != (left, right) for n in members)
         bias = _seen(mask[at, keys]) if hidden else None
+        if position_bias is not None:
+            bias = _sum(bias, position_bias.expand(len(cuts), *q.shape[1:3], cols)[at][:, :, queries, keys])
         own = _pattern(template, queries.stop - queries.start, cols - left - right)
         part = _attend(module, q[at, :, queries], k[at, :, keys], v[at, :, keys], own, bias=bias, **options)
         o = o.to(part.dtype)  # another one under autocast
@@ -304,13 +332,14 @@ def _by_documents(
     template: str,
     starts: tuple[Tensor, Tensor | None],
     longest: tuple[Any, Any],
+    bias: Tensor | None,
     **options: Any,
 ) -> Tensor:
     """Documents side by side, in one row or several; the result is (B, S, H, D)."""
     batch, rows = q.shape[0], q.shape[2]
     known = _VARLEN.fullmatch(template)
-    plain = not options["softcap"] and not options["dropout_p"] and getattr(module, "_fretwork_blocks", None) is None
-    if known and plain:
+    plain = bias is None and not options["softcap"] and not options["dropout_p"]
+    if known and plain and getattr(module, "_fretwork_blocks", None) is None:
         packed_q, packed_k, packed_v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
         max_q, max_k = (n if isinstance(n, int) else None for n in longest)
         left, right = (None if n is None else int(n) for n in known.groups())
@@ -325,7 +354,8 @@ def _by_documents(
             "attention: cu_seq_lens_k: expected cu_seq_lens_q but for causal attention, full attention and windows "
             "without softcap, dropout and blocks, got others"
         )
-    return _attend(module, q, k, v, _document_patterns(template, starts[0], batch, rows), **options).transpose(1, 2)
+    patterns = _document_patterns(template, starts[0], batch, rows)
+    return _attend(module, q, k, v, patterns, bias=bias, **options).transpose(1, 2)
 
 
 def _packed(
@@ -356,12 +386,19 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What a model calls: q, k, v are (B, H, S, D), the result is (B, S, H, D). `attention_mask` is (B, Sk), 0 or False
     where a key is padding, or something to add to the scores, (B, 1 or H, Sq, Sk). Where it is shorter than the keys,
-    those behind it are a static cache's room."""
+    those behind it are a static cache's room. `position_bias` broadcasts to (B, H, Sq, Sk) and is added, too."""
     check_tensor("attention", "q", query)
+    for name in _OWN_KEYS:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"attention: {name}: expected None, got a {type(kwargs[name]).__name__}; load the model with "
+                'attn_implementation="eager" to let it choose its keys'
+            )
     if kwargs.get("output_attentions"):
         raise NotImplementedError(
             "attention: output_attentions: expected False, got True; scores are not stored: load the model with "
@@ -369,26 +406,28 @@ def attention_forward(
         )
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     given = _given(module)
-    template = _own(causal, sliding_window) if given is None else given
+    template = _own(module, causal, sliding_window) if given is None else given
     if s_aux is not None and s_aux.dtype != torch.float32:
         s_aux = s_aux.to(query.dtype)
     options: dict[str, Any] = dict(scale=scaling, softcap=softcap or 0.0, dropout_p=dropout, sinks=s_aux)
     if (starts := _packed(module, query, key, template, attention_mask, kwargs)) is not None:
         longest = (kwargs.get("max_length_q"), kwargs.get("max_length_k"))
-        return _by_documents(module, query, key, value, template, starts, longest, **options).contiguous(), None
+        o = _by_documents(module, query, key, value, template, starts, longest, position_bias, **options)
+        return o.contiguous(), None
     if given is not None and attention_mask is not None and attention_mask.dim() == 2:
         key, value = (x[:, :, : attention_mask.shape[1]] for x in (key, value))
     rows, cols, bias = query.shape[2], key.shape[2], attention_mask
     if attention_mask is not None and attention_mask.dim() == 2:
         ends = None if given is None else _ends(attention_mask)
         if ends is not None and (cuts := _groups(module, causal, template, rows, attention_mask.shape[1], ends)):
-            o = _by_groups(module, query, key, value, template, attention_mask, cuts, **options)
+            o = _by_groups(module, query, key, value, template, attention_mask, cuts, position_bias, **options)
             return o.transpose(1, 2).contiguous(), None
         bias = None if ends is not None and not any(map(any, ends)) else _seen(attention_mask)
     elif attention_mask is not None:
         template = _of_whole_mask(module, causal, template, given is not None, rows, cols, attention_mask)
         bias = attention_mask[..., :cols]
         bias = _seen(bias) if bias.dtype == torch.bool else bias
+    bias = bias if position_bias is None else _sum(bias, position_bias[..., :cols])
     compiling = torch.compiler.is_compiling()  # then one graph is for all lengths
     pattern = (lambda *lengths: _pattern(template, *lengths)) if compiling else _pattern(template, rows, cols)
     o = _attend(module, query, key, value, pattern, bias=bias, **options)
@@ -399,13 +438,13 @@ def _of_whole_mask(
     module: torch.nn.Module, causal: bool, template: str, given: bool, rows: int, cols: int, mask: Tensor
 ) -> str:
     """The pattern beside a mask (B, 1 or H, Sq, Sk). With a cache the mask says all that a model has by itself, of
-    which only the device knows the position in a static one."""
+    which only the device knows the position in a static one. Masks of `_whole_mask` always do."""
     if given:
         _check_whole(module, causal, template, rows, mask)
         return template
-    if rows == cols:
+    if rows == cols and not hasattr(mask, "_fretwork_says_all"):
         return template
-    if getattr(module, "_fretwork_blocks", None) is not None:
+    if rows != cols and getattr(module, "_fretwork_blocks", None) is not None:
         raise NotImplementedError(
             "attention: past_key_values: expected a cache that grows for use_blocks, got a static one or a mask "
             f"{tuple(mask.shape)}; use DynamicCache"
@@ -439,16 +478,23 @@ def padding_mask(
     kv_length: int = 0,
     q_offset: Any = 0,
     kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
     config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """What a model makes of its attention mask: the padding alone, or None where there is none; with a static cache
-    a whole mask, or with a pattern one as long as the keys that are there."""
+    """What a model makes of its attention mask: the padding alone, or None where there is none; with a static cache,
+    and for attention that is no causal, full or window one, a whole mask; with a static cache and a pattern one as long
+    as the keys that are there."""
+    by_functions = kwargs.get("use_vmap", False)
+    if getattr(config, "fretwork_pattern", None) is None and not _is_own(mask_function, config, by_functions):
+        sizes = dict(q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset)
+        return _whole_mask(*args, **sizes, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
     own_keys = q_offset or "allow_is_bidirectional_skip" not in kwargs  # else they may be another sequence's
     if isinstance(q_offset, Tensor) or (own_keys and q_offset + q_length != kv_offset + kv_length):
         sizes = dict(q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset)
-        return _static_mask(*args, **sizes, attention_mask=attention_mask, config=config, **kwargs)
+        mask_options = dict(mask_function=mask_function, attention_mask=attention_mask, config=config)
+        return _static_mask(*args, **sizes, **mask_options, **kwargs)
     if kv_offset:
         ends = [] if attention_mask is None else _read_ends(attention_mask)
         _check_dropped(config, ends, q_length, kv_length, kv_offset)
@@ -459,12 +505,17 @@ def padding_mask(
     return mask if any(left or right or holes for left, right, holes in ends) else None
 
 
+def _whole_mask(*args: Any, **kwargs: Any) -> Tensor:
+    """All that a model has by itself, as transformers makes it."""
+    mask: Tensor = sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    mask._fretwork_says_all = True  # type: ignore[attr-defined]
+    return mask
+
+
 def _static_mask(*args: Any, attention_mask: Tensor | None, config: Any, **kwargs: Any) -> Tensor:
     """Of a cache with room behind its keys."""
     if (given := getattr(config, "fretwork_pattern", None)) is None:
-        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        mask: Tensor = sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
-        return mask
+        return _whole_mask(*args, attention_mask=attention_mask, **kwargs)
     if getattr(config, "sliding_window", None) is not None and "sliding_attention" in (
         getattr(config, "layer_types", None) or ["sliding_attention"]
     ):
@@ -491,11 +542,28 @@ def _remember(config: Any) -> None:
 _chosen, _save = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.save_pretrained
 
 
+def _check_model(model: type[Any], has_pattern: bool) -> None:
+    """Raises for a model whose attention nobody can choose, if it would read our masks or leave a pattern out."""
+    kinds = [kind for kind in model.__mro__ if issubclass(kind, PreTrainedModel) and kind is not PreTrainedModel]
+    names = {name for kind in kinds for name in vars(sys.modules[kind.__module__])}
+    if model._supports_attention_backend or "ALL_ATTENTION_FUNCTIONS" in names:
+        return
+    makes_masks = any(re.fullmatch(r"create_(?!recurrent)\w*mask\w*", name) for name in names)
+    if makes_masks or (has_pattern and not model.config_class.sub_configs):  # whose models are asked, too
+        raise NotImplementedError(
+            "attention: attn_implementation: expected a model whose attention can be chosen, got "
+            f"{model.__name__}, which computes its own; "
+            'load it with attn_implementation="eager" and without a fretwork_pattern'
+        )
+
+
 @functools.wraps(_chosen)
 def _with_pattern(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> Any:
     """transformers' choice of an attention, with ours for a configuration that has a pattern and names none."""
     has_pattern = getattr(self.config, "fretwork_pattern", None) is not None
     chosen = _chosen(self, requested_attention or ("fretwork" if has_pattern else None), *args, **kwargs)
+    if chosen == "fretwork":
+        _check_model(type(self), has_pattern)
     if chosen != "fretwork":
         vars(self.config).pop("attn_implementation", None)
     else:

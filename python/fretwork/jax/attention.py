@@ -340,7 +340,7 @@ def attention(
     arrays = [array(op, name, x) for name, x in zip("qkv", (q, k, v), strict=True)]
     numbers = (None if scale is None else number(op, "scale", scale), number(op, "softcap", softcap), rate)
     if blocks is not None:
-        patterns = () if pattern is None else _shapes.flat_patterns(op, pattern, arrays[0].shape)
+        patterns = () if pattern is None else _shapes.flat_patterns(op, pattern, arrays[0].shape, arrays[1].shape)
         given = given_blocks(op, blocks)
         call = BlockCall(patterns, len(given) == 2, _shapes.check_sides(op, block), *numbers, precision)
         o, lse = block_attention(call, *arrays, given, extras)
@@ -348,6 +348,6 @@ def attention(
     _shapes.check_no_block(op, block)
     if pattern is None:
         pattern = _shapes.every_key(op, arrays[0].shape, arrays[1].shape)
-    patterns = _shapes.flat_patterns(op, pattern, arrays[0].shape)
+    patterns = _shapes.flat_patterns(op, pattern, arrays[0].shape, arrays[1].shape)
     o, lse = _checked_attention(patterns, *numbers, precision, *arrays, extras)
     return (o, lse) if return_lse else o

@@ -79,9 +79,9 @@ class _Dynamic(NamedTuple):
         return axes
 
 
-def _fold_keys(x: jax.Array, batched: bool, size: int, batch: int) -> jax.Array:
-    """Lists of one element or of each; those that all elements share stay as they are."""
-    if not batched and x.shape[0] == 1:
+def _fold_keys(form: str, x: jax.Array, batched: bool, size: int, batch: int) -> jax.Array:
+    """Lists of one element or of each; blocks that all elements share stay as they are."""
+    if form != "selected" and not batched and x.shape[0] == 1:
         return x
     many = x if batched else x[None]
     return jnp.broadcast_to(many, (size, batch, *many.shape[2:])).reshape(size * batch, *many.shape[2:])
@@ -105,7 +105,7 @@ def _batched_call(
         batch = arguments[0].shape[1 if batched[0] else 0]
         folded = [fold(x, many, size) for x, many in zip(arguments[:operands], batched, strict=False)]
         keys = zip(arguments[operands:], batched[operands:], strict=True)
-        folded += [_fold_keys(x, many, size, batch) for x, many in keys]
+        folded += [_fold_keys(p.keys, x, many, size, batch) for x, many in keys]
         return [x.reshape(size, batch, *x.shape[1:]) for x in again(*folded)], [True] * count
 
     return with_rule

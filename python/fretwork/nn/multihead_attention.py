@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fretwork import patterns
 from fretwork._checks import flag, whole_number
 from fretwork._shapes import WAYS, check_function
 from fretwork._torch.arguments import FLOATING, as_number, autocasts, dtype_name
-from fretwork._torch.attention_by_length import causally, goes_by_length
+from fretwork._torch.attention_by_length import causal_part, causally, goes_by_length
 from fretwork.attention import attention
 from fretwork.nn._structure import Structured, shortened
 from fretwork.patterns import Pattern
@@ -234,8 +233,8 @@ class MultiheadAttention(Structured):
         if not is_causal:
             return made
         if isinstance(made, Pattern):
-            return _causal(made, rows, cols)
-        return [_causal(p, rows, cols) for p in made]
+            return causal_part(made, rows, cols)
+        return [causal_part(p, rows, cols) for p in made]
 
     def _nested(self, query: Tensor, key: object, value: object, *rest: Any) -> Tensor:
         """A batch that torch's encoder packed because of its padding: unpacked, attended and packed again.
@@ -319,10 +318,6 @@ def _checked(pattern: Any, heads: int, argument: str = "pattern") -> Any:
     return pattern[0] if len(pattern) == 1 else tuple(pattern)
 
 
-def _causal(pattern: Pattern, rows: int, cols: int) -> Pattern:
-    return pattern & patterns.causal((rows, cols))
-
-
 def _mask(name: str, mask: Tensor, like: Tensor) -> Tensor:
     """Bool, or floats that attention takes beside `like`: a finite one stays finite, so that it hides nothing."""
     if not isinstance(mask, Tensor):
@@ -331,7 +326,7 @@ def _mask(name: str, mask: Tensor, like: Tensor) -> Tensor:
         raise RuntimeError(f"{_OP}: {name}: expected bool or floats, got {dtype_name(mask.dtype)}")
     if mask.device != like.device:
         raise RuntimeError(f"{_OP}: {name}: expected a tensor on {like.device}, got one on {mask.device}")
-    if mask.dtype in (torch.bool, torch.float32, like.dtype):
+    if mask.dtype in (torch.bool, like.dtype):
         return mask
     if like.dtype == torch.float64:
         return mask.double()
@@ -381,5 +376,8 @@ def _attend(
     """Attention; a padding mask (B, Sk) of floats is one more bias."""
     if padding is not None and padding.dtype != torch.bool:
         added = _as_added(padding, q)[:, None, None]
-        bias, padding = added if bias is None else bias + added, None
+        if bias is not None:  # a sum in 16 bits may leave their range, and hide keys that neither mask hides
+            wide = torch.promote_types(q.dtype, torch.float32)
+            added = bias.to(wide) + added.to(wide)
+        bias, padding = added, None
     return attention(q, k, v, pattern, bias=bias, dropout_p=dropout, key_padding_mask=padding)

@@ -85,7 +85,7 @@ class BlockLayout(Pattern, family="block"):
         return self._block
 
     @property
-    def T(self) -> BlockLayout:
+    def T(self) -> BlockLayout:  # type: ignore[override]
         """The layout of the transposed matrix; its packed values stand in another order, each block transposed."""
         transposed = super().T
         assert isinstance(transposed, BlockLayout)

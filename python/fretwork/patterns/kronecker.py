@@ -59,7 +59,7 @@ class KroneckerPattern(Pattern, family="kronecker"):
         return super().__getitem__(n) if is_place else self._sizes[n]
 
     @property
-    def T(self) -> KroneckerPattern:
+    def T(self) -> KroneckerPattern:  # type: ignore[override]
         """The pattern (a, c, b, d) of the transposed matrix; its weights are w.transpose(1, 2)."""
         transposed = super().T
         assert isinstance(transposed, KroneckerPattern)

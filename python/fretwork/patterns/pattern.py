@@ -28,6 +28,13 @@ _PACKED = re.compile(r"~[\w-]{13,}")  # bits, six in a letter
 _NUMBERS = re.compile(r"((?:-?\d+,){4})(?:-?\d+,){12,}-?\d+")
 
 
+class _Transposed:
+    """The transposed pattern. No property, which torch.compile does not follow on a pattern that it traced."""
+
+    def __get__(self, pattern: Pattern | None, owner: type[Pattern]) -> Pattern:
+        return self if pattern is None else transposed(pattern.text)  # type: ignore[return-value]  # as properties do
+
+
 class Pattern:
     """An immutable description of what is non-zero. Patterns are equal when their texts are.
 
@@ -75,10 +82,8 @@ class Pattern:
             raise TypeError(f"Pattern.parse: text: expected a str, got {type(text).__name__}")
         return parsed(text)
 
-    @property
-    def T(self) -> Pattern:
-        """The transposed pattern."""
-        return transposed(self.text)
+    T = _Transposed()
+    """The transposed pattern."""
 
     def mask(self, device: torch.device | str | None = None) -> torch.Tensor:
         """A dense bool tensor of the pattern's shape; refuses more than 2^30 elements.

@@ -145,8 +145,8 @@ struct AttentionOptions {
   std::optional<ConstTensorView> slopes = {};  ///< ALiBi (Hq) as lse: −slope·|p − j| is added, p = i + Sk − Sq
   double dropout = 0;                          ///< rate, 0 ≤ rate < 1; needs a seed. (Python gives zeros for 1.)
   const std::int64_t* dropout_seed = nullptr;  ///< one number on the context's device
-  std::optional<ConstTensorView>
-      key_padding;  ///< (B,Sk) bool: true where no query sees the key, whose k and v may hold NaN
+  /// (B,Sk) bool: true where no query sees the key, whose k and v may hold NaN.
+  std::optional<ConstTensorView> key_padding = {};
   std::optional<ConstTensorView> sinks = {};  ///< (Hq) of q's dtype or f32: exp(sinks[h]) joins the sum of each row
 };
 

@@ -173,7 +173,7 @@ class Block(_OfLinear):
         count = max(math.ceil(self.density * scores.numel()), len(scores))
         scores.scatter_(1, scores.argmax(1, keepdim=True), math.inf)
         order = scores.flatten().argsort(descending=True, stable=True)
-        mask = torch.zeros(scores.numel(), dtype=torch.bool)
+        mask = torch.zeros(scores.numel(), dtype=torch.bool, device="cpu")
         mask[order[:count]] = True
         return mask.view_as(scores)
 

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "fretwork/error.h"
+#include "fretwork/tensor.h"
 #include "pattern/parts.h"
 
 namespace fretwork {
@@ -182,6 +183,14 @@ std::vector<Span> spans(std::span<const std::int64_t> ends) {
   return all;
 }
 
+Span rows_of(const Shards& shards, std::int64_t rank) {
+  const std::int64_t ranks = std::ssize(shards.rows);
+  if (rank < 0 || rank >= ranks) {
+    throw Error("shards", "rank", "0 to " + std::to_string(ranks - 1), std::to_string(rank));
+  }
+  return shards.rows[static_cast<std::size_t>(rank)];
+}
+
 /// Equal parts, at multiples of `align`.
 std::vector<Span> equal_parts(std::int64_t length, std::int64_t count, std::int64_t align) {
   std::vector<std::int64_t> ends;
@@ -216,6 +225,9 @@ std::int64_t nnz_of_rows(const PatternPtr& pattern, Span rows) {
 }
 
 std::vector<KeyRange> keys_of_rows(const PatternPtr& pattern, Span rows, std::span<const std::int64_t> key_ends) {
+  if (!std::ranges::is_sorted(key_ends)) {
+    throw Error("shard", "key_ends", "ends that ascend", shape_text(key_ends));
+  }
   Columns columns;
   for (const PartGroup& group : of_rows(*as_regular("shard", pattern), rows)) {
     for (const Part& part : group.parts) {
@@ -237,14 +249,12 @@ std::vector<KeyRange> keys_of_rows(const PatternPtr& pattern, Span rows, std::sp
   return all;
 }
 
-std::int64_t Shards::nnz(std::int64_t rank) const {
-  return nnz_of_rows(pattern, rows.at(static_cast<std::size_t>(rank)));
-}
+std::int64_t Shards::nnz(std::int64_t rank) const { return nnz_of_rows(pattern, rows_of(*this, rank)); }
 
 std::vector<KeyRange> Shards::needs(std::int64_t rank) const {
   std::vector<std::int64_t> ends;
   std::transform(keys.begin(), keys.end(), std::back_inserter(ends), [](const Span& span) { return span.end; });
-  std::vector<KeyRange> all = keys_of_rows(pattern, rows.at(static_cast<std::size_t>(rank)), ends);
+  std::vector<KeyRange> all = keys_of_rows(pattern, rows_of(*this, rank), ends);
   std::erase_if(all, [&](const KeyRange& range) { return range.rank == rank; });
   return all;
 }

@@ -86,7 +86,7 @@ bool write_whole(int descriptor, std::string_view text) {
     }
     text.remove_prefix(static_cast<std::size_t>(std::max<ssize_t>(count, 0)));
   }
-  return fsync(descriptor) == 0;
+  return fsync(descriptor) == 0 || errno == EINVAL;  // of a pipe or a terminal
 }
 
 }  // namespace
@@ -119,6 +119,10 @@ TunedTable TunedTable::parse(const std::string& text) {
 
 TunedTable TunedTable::read(const std::filesystem::path& file) {
   std::ifstream stream(file);
+  if (std::error_code ignored; std::filesystem::is_directory(file, ignored)) {  // which opens, but has nothing to read
+    stream.setstate(std::ios::failbit);
+    errno = EISDIR;
+  }
   if (!stream) {
     if (errno == ENOENT) {
       return {};
@@ -151,18 +155,25 @@ std::string TunedTable::text() const {
 }
 
 void TunedTable::write(const std::filesystem::path& file) const {
-  const std::filesystem::path fresh = file.string() + ".writing-" + std::to_string(getpid());
-  const int descriptor = open(fresh.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  std::error_code ignored;                                                         // opening will say it
+  const bool in_place = exists(file, ignored) && !is_regular_file(file, ignored);  // such as /dev/stdout
+  const std::filesystem::path target = is_symlink(file, ignored) ? weakly_canonical(file, ignored) : file;
+  const std::filesystem::path fresh = target.string() + ".writing-" + std::to_string(getpid());
+  const int flags = in_place ? 0 : O_CREAT | O_TRUNC;
+  const int descriptor = open((in_place ? file : fresh).c_str(), O_WRONLY | O_CLOEXEC | flags, 0644);
   if (descriptor < 0) {
     throw cannot(file, "written");
   }
   const bool whole = write_whole(descriptor, text());
   const int reason = errno;
   close(descriptor);
-  if (!whole || rename(fresh.c_str(), file.c_str()) != 0) {
+  const bool moved = whole && (in_place || rename(fresh.c_str(), target.c_str()) == 0);
+  if (!moved) {
     errno = whole ? errno : reason;
     const Error error = cannot(file, "written");
-    unlink(fresh.c_str());
+    if (!in_place) {
+      unlink(fresh.c_str());
+    }
     throw error;
   }
 }

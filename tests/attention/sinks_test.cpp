@@ -129,9 +129,9 @@ TEST(Sinks, BadOnesAreRefused) {
   Context context = Context::cpu();
   const PatternPtr pattern = patterns::causal({8, 8});
   const auto call = [&](const Tensor& sinks) {
-    AttentionOptions options;
-    options.sinks = sinks.view;
-    return error_of([&] { attention(q.view, q.view, q.view, pattern, q.view, lse.view, context, options); });
+    return error_of([&] {
+      attention(q.view, q.view, q.view, pattern, q.view, lse.view, context, {.scale = 1, .sinks = sinks.view});
+    });
   };
   EXPECT_EQ(call(few), "attention: sinks: expected shape (4,), got (3,)");
   EXPECT_EQ(call(half), "attention: sinks: expected float32 like q, got float16");

@@ -1,6 +1,7 @@
 """Layers and ops over ranks: parts of every kind of layer, checkpoints of them, sharded parameters, DTensors."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -97,6 +98,23 @@ def uneven(rank, world):
 
 def test_uneven_cuts_are_refused(on_ranks):
     on_ranks(2, uneven)
+
+
+def loses_a_rank(rank, world, where):
+    mesh = init_device_mesh("cpu", (world,))
+    model = nn.ModuleDict({"up": fw.nn.SemiSparseLinear(64, 128), "down": fw.nn.SemiSparseLinear(128, 64)})
+    parallelize_module(model, mesh, {"up": fd.ColwiseParallel(), "down": fd.RowwiseParallel()})
+    y = model["up"](torch.randn(3, 64, requires_grad=True))
+    dist.barrier()
+    if rank:
+        os._exit(1)
+    with pytest.raises(RuntimeError, match=r"parallel layer: group: expected every rank to make the same call .* got "):
+        y.sum().backward() if where == "backward" else model["down"](y)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_death(on_ranks, where):
+    on_ranks(2, loses_a_rank, where, dies=[1])
 
 
 # Every module under fully_shard and DDP, with parameters of which some ranks have more, little or nothing

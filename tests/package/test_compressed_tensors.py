@@ -56,6 +56,7 @@ def test_bitmask(dtype, rows, cols, device):
         ({"compressed": torch.ones(2, 3).half()}, r"compressed: expected half of \(2, 8\)"),
         ({"compressed": torch.ones(2, 4)}, "compressed: expected a 16-bit .* got float32"),
         ({"shape": [2, 8, 1]}, "shape: expected two sizes"),
+        ({"shape": None}, "shape: expected two sizes, got None"),
     ],
 )
 def test_bitmask_refuses(change, message):
@@ -123,6 +124,14 @@ def test_marlin(bits, n, k, groups, device):
     codes, scales, want = quantized(n, k, bits, groups)
     s = ct.from_marlin_24(**{name: t.to(device) for name, t in marlin_of(codes, scales, bits).items()})
     assert torch.equal(s.to_dense().cpu(), want.half()) and fw.TwoFour(s.values, s.metadata).shape == (n, k)
+
+
+def test_a_default_device_changes_nothing():
+    codes, scales, want = quantized(64, 128, 4, 1)
+    parts = marlin_of(codes, scales, 4)
+    with torch.device("meta"):
+        s = ct.from_marlin_24(**parts)
+    assert torch.equal(s.to_dense(), want.half())
 
 
 @pytest.mark.parametrize("name", ["weight_packed", "scale_packed", "meta"])

@@ -297,6 +297,23 @@ def test_calibrated_factors_are_balanced_and_finite(dtype):
     assert seen > 0.01
 
 
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_a_default_device_changes_nothing(calibrated):
+    """New layers are where the old ones are."""
+    model, calls = mlp(sizes=(64, 64, 64, 64)), [torch.randn(5, 64)]
+    plan = {"0": recipes.TwoFour("transposable"), "1": recipes.Block(16, 0.5), "2": recipes.Monarch(8)}
+    with torch.device("meta"):
+        fw.sparsify(model, plan, calls if calibrated else None)
+        twin = fw.restructure(mlp("meta", sizes=(64, 64, 64, 64)), fw.structure(model))
+    y = model(calls[0])
+    assert y.device.type == "cpu" and all(p.is_meta for p in twin.parameters())
+    twin.load_state_dict(model.state_dict(), assign=True)
+    assert torch.equal(twin(calls[0]), y)
+    with torch.device("meta"):
+        fw.densify(model)
+    torch.testing.assert_close(model(calls[0]), y)
+
+
 def test_zero_weights_have_no_error():
     model = mlp()
     model[0].weight.data.zero_()

@@ -166,6 +166,14 @@ TEST(Sharding, RefusesWhatItCannotCut) {
             "shard: rows: expected [begin, end) within 0 to 64, got [3, 65)");
   EXPECT_EQ(error_of([&] { shard(parse_pattern("random_blocks((2,4,4),16,0.5,1)"), 2); }),
             "shard: pattern: expected a layout of one head, got 2");
+  const Shards shards = shard(pattern, 2);
+  EXPECT_EQ(error_of([&] { shards.nnz(2); }), "shards: rank: expected 0 to 1, got 2");
+  EXPECT_EQ(error_of([&] { shards.needs(-1); }), "shards: rank: expected 0 to 1, got -1");
+  const std::int64_t ends[] = {40, 64, 20};
+  EXPECT_EQ(error_of([&] {
+              keys_of_rows(pattern, {0, 64}, ends);
+            }),
+            "shard: key_ends: expected ends that ascend, got (40, 64, 20)");
 }
 
 }  // namespace

@@ -198,6 +198,22 @@ TEST_F(TunedTableTest, SurvivesAFile) {
   EXPECT_TRUE(TunedTable::read(file("missing.json")).all().empty());
 }
 
+TEST_F(TunedTableTest, LinksStayLinksAndDevicesDevices) {
+  TunedTable table;
+  table.rows("d", "op")["p"] = row("x", 1);
+  table.write(file("t.json"));
+  std::filesystem::create_symlink("t.json", file("link.json"));
+  table.rows("d", "op")["p"] = row("y", 1);
+  table.write(file("link.json"));
+  EXPECT_TRUE(std::filesystem::is_symlink(file("link.json")));
+  EXPECT_EQ(TunedTable::read(file("t.json")).find("d", "op")->at("p").choice, "y");
+  std::filesystem::create_symlink("/dev/full", file("full"));
+  EXPECT_NE(error_of([&] { table.write(file("full")); }).find("cannot be written: No space"), std::string::npos);
+  EXPECT_TRUE(std::filesystem::is_character_file(file("full")));
+  EXPECT_NE(error_of([&] { table.write(folder_); }).find("cannot be written: Is a directory"), std::string::npos);
+  EXPECT_NE(error_of([&] { TunedTable::read(folder_); }).find("cannot be read: Is a directory"), std::string::npos);
+}
+
 TEST_F(TunedTableTest, MergesTheFastest) {
   TunedTable one, two;
   one.rows("d", "op")["p"] = row("slow", 2);

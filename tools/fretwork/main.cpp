@@ -56,6 +56,7 @@ std::string in_our_words(std::string text) {
       {std::regex(R"((\d)\.0+\b)"), "$1"},  // the bounds of a range
       {std::regex(R"((.*): 1 required .* missing)"), "$1: expected a value, got nothing"},
       {std::regex(R"((.*) is required)"), "$1: expected a value, got nothing"},
+      {std::regex(R"((.*): At Most 1 required but received (.*))"), "$1: expected one value, got $2"},
       {std::regex(R"(Could not convert: (.*) = (.*))"), "$1: expected a number, got '$2'"},
       {std::regex(R"((.*) excludes (.*))"), "$1: expected without $2, got both"},
       {std::regex(R"((.*) requires (.*))"), "$1: expected with $2, got it alone"}};
@@ -67,7 +68,11 @@ std::string in_our_words(std::string text) {
 
 /// What is too much comes before what is missing: a mistyped option is often the one that is missed.
 std::string problem_of(const CLI::App& command, const CLI::ParseError& error) {
-  const std::vector<std::string> extra = command.remaining();
+  const CLI::App* owner = &command;  // of what is too much, which may stand before the command
+  std::vector<std::string> extra = command.remaining();
+  for (; extra.empty() && owner->get_parent() != nullptr; extra = owner->remaining()) {
+    owner = owner->get_parent();
+  }
   const bool has_commands = !command.get_subcommands([](const CLI::App*) { return true; }).empty();
   const bool misnamed = has_commands && !extra.empty() && !extra.front().starts_with("-");
   if (command.get_require_subcommand_min() > 0 || misnamed) {
@@ -75,7 +80,7 @@ std::string problem_of(const CLI::App& command, const CLI::ParseError& error) {
   }
   const auto option = std::ranges::find_if(extra, [](const std::string& word) { return word.starts_with("-"); });
   if (option != extra.end()) {
-    return fmt::format("{}: expected an option of {}, got an unknown one", *option, full_name(command));
+    return fmt::format("{}: expected an option of {}, got an unknown one", *option, full_name(*owner));
   }
   return extra.empty() ? in_our_words(error.what())
                        : fmt::format("expected nothing more, got '{}'", fmt::join(extra, " "));

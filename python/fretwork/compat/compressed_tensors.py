@@ -6,6 +6,7 @@ formats by themselves are `from_bitmask` and `from_marlin_24`. Files need safete
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
 from os import PathLike
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fretwork import two_four
-from fretwork._checks import needs, refuse
+from fretwork._checks import needs, refuse, whole_number
 from fretwork._modules import put
 from fretwork._torch.arguments import FLOATING, check_tensor
 from fretwork.nn.semi_sparse_linear import SemiSparseLinear
@@ -98,11 +99,12 @@ def _unpacked(packed: Tensor, bits: int, n: int) -> Tensor:
     per_word = 32 // bits
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
     codes = (packed[:, :, None] >> shifts & (1 << bits) - 1).flatten(1)
-    lane, column, block, row = torch.meshgrid(*map(torch.arange, (32, 4, 2, 4)), indexing="ij")
+    numbers = functools.partial(torch.arange, device=packed.device)
+    lane, column, block, row = torch.meshgrid(*(numbers(size) for size in (32, 4, 2, 4)), indexing="ij")
     rows = 2 * (lane % 4) + row % 2 + 8 * (row // 2)
     order = 16 * rows + 256 * (lane // 8) + 8 * (lane // 4 % 2) + 4 * block + column
-    evens_first = torch.cat([torch.arange(0, per_word, 2), torch.arange(1, per_word, 2)])
-    order = order.reshape(-1, per_word)[:, evens_first].flatten().to(packed.device)
+    evens_first = torch.cat([numbers(0, per_word, 2), numbers(1, per_word, 2)])
+    order = order.reshape(-1, per_word)[:, evens_first].flatten()
     plain = torch.empty_like(codes.view(-1, order.numel()))
     plain[:, order] = codes.view(-1, order.numel())
     tiles = plain.view(packed.shape[0], n // 16, 16, 16)
@@ -128,10 +130,11 @@ def _scales(packed: Tensor, half: int) -> Tensor:
 
 
 def _two(op: str, name: str, shape: Any) -> tuple[int, int]:
-    sizes = shape.flatten().tolist() if isinstance(shape, Tensor) else list(shape)
-    if len(sizes) != 2:
-        refuse(op, name, "two sizes", tuple(sizes))
-    return int(sizes[0]), int(sizes[1])
+    sizes = shape.flatten().tolist() if isinstance(shape, Tensor) else shape
+    if not isinstance(sizes, (list, tuple)) or len(sizes) != 2:
+        refuse(op, name, "two sizes", repr(sizes))
+    rows, cols = (whole_number(op, name, size) for size in sizes)
+    return rows, cols
 
 
 def read(

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fretwork._torch.two_four import group_of
+from fretwork.distributed._exchange import explained
 from fretwork.kronecker import ksmm_chain
 from fretwork.nn import BlockSparseLinear, KSLinear, SemiSparseLinear
 from fretwork.patterns import BlockLayout
@@ -173,7 +174,8 @@ def _sum_over(group: dist.ProcessGroup, x: Tensor) -> Tensor:
     if group.size() == 1:
         return x
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    with explained("parallel layer"):
+        dist.all_reduce(total, group=group)
     return total
 
 

@@ -1,4 +1,4 @@
-"""Which sparse structure pays for a linear layer of given sizes: measured here, beside torch's dense layer."""
+"""Advice: which sparse structure pays for a linear layer of given sizes, measured here beside torch's dense layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SPLAT's operators over the entries of a pattern's rows, on torch tensors."""
+"""Scores, softmax and product apart: SPLAT's operators over the entries of a pattern's rows, on torch tensors."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""The structure of a sparse model as plain data, that structure in a dense model, and the way back to dense layers."""
+"""Structure of sparse models: as plain data, put into a dense model, and the way back to dense layers."""
 
 from __future__ import annotations
 

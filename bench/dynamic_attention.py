@@ -1,4 +1,4 @@
-"""Attention on what only the device knows: key blocks, selections, packed documents, beside torch's ways.
+"""Attention over keys known only on the device: key blocks, selections, packed documents, beside torch's ways.
 
     python bench/dynamic_attention.py                      # on a GPU: all parts, bf16, D = 128
     python bench/dynamic_attention.py --parts varlen,host --json rows.json

@@ -29,7 +29,7 @@ offset. By default queries are the last positions (offset = Sk − Sq); every pa
 ```python
 import fretwork as fw
 
-p = fw.patterns.sliding_window(65536, 511, 0) | fw.patterns.dilated(65536, 64, 512, True)  # a researcher's own
+p = fw.patterns.sliding_window(65536, 511, 0) | fw.patterns.dilated(65536, 64, 512, True)  # a union
 print(p.nnz, p.density, p.text)
 print(p.describe())  # what was recognised, and what attention costs on a GPU
 print(p.contains(6000, 6000 - 5 * 512))
@@ -61,7 +61,7 @@ packed.show(width=60)
 Positions on a grid are row-major: the last axis counts fastest. Arguments that belong to an axis are one number for
 all axes or a tuple with one for each: `window`, `dilation`, `causal` and `stride` of `neighborhood`, `tile` and
 `window` of `sliding_tile`, `window` and `shift` of `swin`. An even window has its extra position on the left: a window
-of 4 is two positions before p, p, and one behind it. Near an edge the window is shifted inwards, so every query has
+of 4 is two positions before p, p, and one after it. Near an edge the window is shifted inwards, so every query has
 `window` positions; a causal axis has fewer at its beginning. Windows of `swin` and tiles of `sliding_tile` that do not
 divide the grid are truncated at its end. Lists (`globals`, `vertical`, `slash`, `lengths`, `parents`, …) are any
 sequences or arrays of integers, ranges too (in a text as well: `longformer(4096,256,range(64))`).
@@ -105,15 +105,17 @@ lists = fw.select_blocks(q, k, top_k=3, block=64)  # counts (2, 2, 8) and indice
 Keys that are True in `key_padding_mask` are excluded, even if they or their values are NaN, and their gradients are
 zeros. A query without any remaining key gives zeros and a log-sum-exp of −inf. Tiles without padding run as they do
 without a mask. On Hopper the forward pass and the gradient of queries skip tiles that are all padding. A finite bias
-never excludes a key, however negative it is: a row whose keys all have −1e30 is their softmax. Only −inf excludes a
-key.
+never excludes a key, however negative it is: if all keys of a row have a bias of −1e30, the row is their softmax. Only
+−inf excludes a key.
 
-`sinks` (Hq,) adds exp(sinks[h]) to the sum of each query of head h, and to lse, so that a head may attend to nothing.
-It is neither scaled nor capped nor dropped. A query without keys gives zeros and its sink. Hugging Face models with
-such sinks (gpt-oss) pass them on as `s_aux`. Without a pattern, `fw.attention(q, k, v)` sees every key.
+`sinks` (Hq,) adds exp(sinks[h]) to the softmax denominator of each query of head h, so that a head may attend to
+nothing. lse includes it. It is neither scaled nor capped nor dropped. A query without keys gives zeros, and the sink as
+its lse. Hugging Face models with such sinks (gpt-oss) pass them on as `s_aux`. Without a pattern, `fw.attention(q, k,
+v)` sees every key.
 
-`fw.select_blocks` finds the key blocks that suit each block of queries best, by the product of their means, on the
-device. The result is `fw.BlockLists`, counts and indices as FlexAttention has them; nothing is read on the host.
+`fw.select_blocks` finds the key blocks with the best scores for each block of queries, on the device. The score is the
+product of the blocks' means. The result is `fw.BlockLists`, counts and indices as FlexAttention has them; nothing is
+read on the host.
 
 Only the pattern's scores are computed, forward and backward, on CPU and GPU. `fretwork.jax.attention` is the same in
 JAX; a pattern that is an argument of a function under `jax.jit` is a constant of the trace. In `examples/`,
@@ -121,9 +123,9 @@ JAX; a pattern that is an argument of a function under `jax.jit` is a constant o
 patterns, and so do [others](examples.md).
 
 ### Lengths that change
-A pattern is a constant of what is compiled. Under `torch.compile` a pattern that is made from a tensor's shape costs a
-compilation for each length, also with `dynamic=True`. Give the function instead, and one graph serves all lengths: it
-asks the function when it runs.
+A pattern is a constant of a compiled graph. Under `torch.compile`, a pattern made from a tensor's shape is recompiled
+for each length, also with `dynamic=True`. Give a function instead, and one graph serves all lengths, because the
+function is called when the graph runs.
 ```python
 import torch, fretwork as fw
 
@@ -141,13 +143,13 @@ for length in (300, 500, 700):
     x = torch.randn(1, 2, length, 32)
     attend(x, x, x)
 ```
-This holds for functions (`def` or `lambda`), for layers with such patterns, and for calls
-without a pattern, with `blocks` too. Make the function outside of what is compiled, or let it use nothing of the
-tensors. Other objects that can be called compile for each length. `torch.export` keeps the pattern of the example's
-length; import fretwork where a saved program is loaded, which registers its ops.
+This works for functions (`def` or `lambda`), for layers with such patterns, and for calls without a pattern, also with
+`blocks`. Define the function outside of the compiled code, or let it use nothing but the lengths. Other callable
+objects are recompiled for each length. `torch.export` keeps the pattern of the example's length; import fretwork before
+a saved program is loaded, because that registers its ops.
 
-JAX compiles for each shape in any case. What `jax.export` makes calls Fretwork's library: allow its targets (the error
-names them), and import `fretwork.jax` where a saved function is loaded. `serialize()` needs the package flatbuffers.
+JAX compiles for each shape in any case. An exported function calls Fretwork's library: allow its targets (the error
+names them), and import `fretwork.jax` before a saved function is loaded. `serialize()` needs the package flatbuffers.
 ```python
 import jax, jax.export, jax.numpy as jnp
 import fretwork as fw
@@ -182,9 +184,9 @@ last, _ = attn(x[:, -1:], x)  # one query, all keys: it is the last position
 assert torch.allclose(last, out[:, -1:], atol=1e-5)
 ```
 As in torch, True in `key_padding_mask` and `attn_mask` excludes a key, and floats are added to the scores. Do not pass
-a mask that the pattern or `is_causal` implies: reading it costs time. A query without any key gives the output bias,
-not NaN. Attention weights are not stored, so `need_weights=True` is refused. Flax's own layer uses a pattern through
-its `attention_fn`: `examples/flax_sparse_mhsa.py`.
+a mask that the pattern or `is_causal` already implies: reading it costs time. A query without any key gives the output
+bias, not NaN. Attention weights are not stored, so `need_weights=True` is refused. Flax's own layer uses a pattern
+through its `attention_fn`: `examples/flax_sparse_mhsa.py`.
 
 ### In Hugging Face models
 Hugging Face models read a pattern from their configuration: a text with `{seq}` for the lengths, one for all layers or
@@ -233,7 +235,7 @@ distance cost as much as neighbouring keys; a patch of a grid costs as much as a
 cost more than their scores, and so do parts that need an order of their own (strided has two). The parts of a union
 may overlap: every score is computed once. Make a pattern once and keep it: equal patterns share their plans.
 
-The same elements may cost more if they are written in another way. Strides are recognised where a pattern has them as
+The same elements may cost more if they are written in another way. Strides are recognised if a pattern states them as
 strides, not among the columns of `vertical_slash` or the globals of `longformer`, and `from_mask` may choose a
 distance that fits less well. If `describe()` says that tiles hold many times the elements, write the pattern as a
 union of its parts. In fp32 on a CPU, one query against all keys takes longer than in torch.
@@ -241,7 +243,7 @@ union of its parts. In fp32 on a CPU, one query against all keys takes longer th
 A pattern made inside a function that `torch.compile` traces is a constant of the graph; other sizes are recompiled.
 (The `.T` of such a pattern is not traced: write it in a text, `fw.Pattern.parse(f"strided({n},8).T")`.) `fretwork
 bench attention --seq 4096 --pattern 'strided(4096,64)'` measures a pattern on your machine, with `--explain` it says
-[which kernels](design.md#how-a-kernel-is-chosen) could run it on a GPU, and [measurements](benchmarks.md) compares all
+[which kernels](design.md#how-a-kernel-is-chosen) could run it on a GPU, and [measurements](benchmarks.md) compare all
 named ones with other libraries.
 
 ## Gallery

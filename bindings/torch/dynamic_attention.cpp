@@ -1,4 +1,4 @@
-// torch.ops.fretwork's attention on what only the device knows, and its gradient.
+// torch.ops.fretwork's attention over keys known only on the device, and its gradient.
 #include "attention.h"
 
 namespace {

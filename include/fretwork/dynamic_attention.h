@@ -1,5 +1,5 @@
-// Attention on what only the device knows: key blocks, blocks selected by each query, packed documents. Nothing here is
-// read on the host.
+// Attention over keys known only on the device: key blocks, blocks selected by each query, packed documents. Nothing
+// here is read on the host.
 #pragma once
 
 #include <cstdint>

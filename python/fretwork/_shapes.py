@@ -332,7 +332,7 @@ def check_extras(op: str, extras: Sequence[Operand], q: Operand, sizes: tuple[in
             check_slopes(op, x.shape, heads)
         elif x.name == "key_padding_mask":
             if x.dtype != "bool":
-                fail(op, x.name, "bool", x.dtype)
+                fail(op, x.name, "bool, True where a key is padding", x.dtype)
             if tuple(x.shape) != (batch, cols):
                 fail(op, x.name, f"shape {(batch, cols)}, one for each key", x.shape)
         elif x.name == "sinks":
@@ -392,7 +392,8 @@ def flat_patterns(op: str, pattern: Any, queries: Shape, keys: Shape | None = No
         return (every_key(op, queries, keys),)
     _check_sequence(op, "pattern", pattern)
     if not any(isinstance(p, Sequence) and not isinstance(p, str) for p in pattern):
-        _check_patterns(op, "pattern", pattern, heads)
+        meant = "; for elements of the batch give a list of lists, [[p1], [p2]]" if len(pattern) == batch else ""
+        _check_patterns(op, "pattern", pattern, heads, meant)
         return tuple(pattern)
     rows = []
     for n, row in enumerate(pattern):
@@ -409,6 +410,9 @@ def flat_patterns(op: str, pattern: Any, queries: Shape, keys: Shape | None = No
 # What makes a pattern of other things, by the names of their types.
 WAYS = {
     "Tensor": " (fw.patterns.from_mask makes a pattern)",
+    "ndarray": " (fw.patterns.from_mask makes a pattern)",
+    "ArrayImpl": " (fw.patterns.from_mask makes a pattern)",
+    "function": " (call it with the lengths)",
     "BlockMask": " (fw.patterns.from_block_mask makes a pattern)",
     "str": " (fw.Pattern.parse reads one)",
 }
@@ -446,12 +450,12 @@ def _check_sequence(op: str, argument: str, patterns: object) -> None:
         )
 
 
-def _check_patterns(op: str, argument: str, patterns: Sequence[object], heads: int | None) -> None:
+def _check_patterns(op: str, argument: str, patterns: Sequence[object], heads: int | None, meant: str = "") -> None:
     for n, p in enumerate(patterns):
         if not isinstance(p, Pattern):
             raise TypeError(f"{op}: {argument}[{n}]: expected a fretwork.Pattern, got {type(p).__name__}")
     if heads is not None and len(patterns) != 1 and len(patterns) != heads:
-        fail(op, argument, f"1 or {heads}, one for each query head", len(patterns))
+        fail(op, argument, f"1 or {heads}, one for each query head", f"{len(patterns)}{meant}")
 
 
 def check_patterns(op: str, patterns: Sequence[Pattern], batch: int, heads: int, rows: int, cols: int) -> None:
@@ -466,7 +470,7 @@ def check_patterns(op: str, patterns: Sequence[Pattern], batch: int, heads: int,
             fail(op, "pattern", "a regular pattern, a block layout of one head or a Kronecker pattern", p.text)
 
 
-# Attention on what only the device knows
+# Attention over keys known only on the device
 
 _SIDES = (16, 32, 64, 128)
 

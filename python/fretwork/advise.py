@@ -1,4 +1,4 @@
-"""Which sparse structure pays for a linear layer of given sizes: measured here, beside torch's dense layer."""
+"""Advice: which sparse structure pays for a linear layer of given sizes, measured here beside torch's dense layer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-2, torch.float16: 2e-2, t
 
 @dataclass(frozen=True)
 class Row:
-    """A layer that was measured. `memory` is that of the weight in bytes, with what says where its elements are."""
+    """A layer that was measured. `memory` is the size of the weight in bytes, indices included."""
 
     kind: str
     recipe: recipes.Recipe | None

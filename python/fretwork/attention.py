@@ -151,10 +151,10 @@ def attention(
     gets a gradient. A query without keys gives zeros and its sink then. `precision` is that of `fw.sdd`; "tf32x3" is
     computed as "ieee".
 
-    `blocks` names key blocks that only the device knows: a bool tensor (B|1, Hq|Hk|1, ⌈Sq/bq⌉, ⌈Sk/bk⌉) or `BlockLists`
-    of that many rows. Query i then sees key j if block (i // bq, j // bk) is there and the pattern, None for all,
-    allows it. `block` is one or a pair of 16, 32, 64, 128. The pattern is then one for all heads whose rows are
-    intervals. Nothing is read on the host.
+    `blocks` are the key blocks to compute, known only on the device: a bool tensor (B|1, Hq|Hk|1, ⌈Sq/bq⌉, ⌈Sk/bk⌉) or
+    `BlockLists` of that many rows. Query i then sees key j if block (i // bq, j // bk) is among them and the pattern
+    holds (i, j); without a pattern, all of the block. `block` is 16, 32, 64 or 128, or a pair of them (bq, bk). The
+    pattern is then one for all heads, and its rows are intervals. Nothing is read on the host.
 
     >>> import torch, fretwork as fw
     >>> q, k, v = (torch.randn(1, 2, 100, 16, requires_grad=True) for _ in range(3))

@@ -1,4 +1,4 @@
-"""Lists of key blocks for attention, as the device has them."""
+"""Lists of key blocks: what attention reads on the device, and their selection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The convolution whose weight holds whole blocks."""
+"""Block-sparse convolution: the weight holds whole blocks."""
 
 from torch import Tensor
 

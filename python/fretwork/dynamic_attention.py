@@ -1,4 +1,4 @@
-"""Attention on what only the device knows: blocks selected by each query, packed documents."""
+"""Attention over keys known only on the device: blocks selected by each query, packed documents."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _SCALARS: dict[type, Any] = {bool: ctypes.c_bool, int: ctypes.c_longlong, float:
 
 @dataclass(frozen=True)
 class Report:
-    """What the compiler says of a kernel; bytes but for the registers."""
+    """What the compiler reports of a kernel: the number of registers, other sizes in bytes."""
 
     registers: int
     spills: int
@@ -134,8 +134,8 @@ class Kernel:
 def kernel(source: str, name: str) -> Kernel:
     """A kernel from CUDA C++ source: `name` is a __global__ function in it, with template arguments where it has some.
 
-    The source may include Fretwork's device headers, which docs/kernels.md explains; no CUDA header is needed. What was
-    compiled once is found in Fretwork's cache.
+    The source may include Fretwork's device headers, which docs/kernels.md explains; no CUDA header is needed. Compiled
+    kernels are kept in Fretwork's cache on disk.
 
     >>> import torch, fretwork as fw
     >>> source = '''

@@ -44,11 +44,11 @@ def ksmm(
 
     y[…, (i, j, l)] = Σ_k w[i, j, k, l]·x[…, (i, k, l)]. x is (…, a·c·d) and y (…, a·b·d); with `bs_last` features come
     first, (a·c·d, …) and (a·b·d, …). `activation` is None, "relu", "gelu" (with erf) or "silu". `algo` is "kernel", the
-    library's own (with d = 1 on a GPU that may be a product by cuBLAS), one of torch's ways "bmm", "bsr", "einsum",
-    "dense", "sparse", or "auto", which is never one that is known to be slower than "kernel". `precision` as for `sdd`.
+    library's own (with d = 1 on a GPU that may be a product by cuBLAS), or "bmm", "bsr", "einsum", "dense" or "sparse"
+    of torch, or "auto", the fastest one known. `precision` as for `sdd`.
 
-    A factorisation is not always a gain: a dense fp16 matrix below about 368 × 368 takes a GPU no longer than reading x
-    and writing y, which every factor does as well. There `torch.nn.Linear` is the faster layer, whatever the algo.
+    A factorisation is not always faster: a product with a dense fp16 matrix below about 368 × 368 takes a GPU no longer
+    than reading x and writing y, which every factor does as well. There `torch.nn.Linear` is the faster layer.
 
     >>> import torch, fretwork as fw
     >>> w = torch.ones(2, 3, 4, 5)
@@ -231,10 +231,10 @@ def from_dense(dense: Tensor, pattern: KroneckerPattern) -> Tensor:
 def project(W: Tensor, patterns: Sequence[KroneckerPattern]) -> tuple[list[Tensor], float]:
     """Weights whose product is near W (out, in), and its relative error in the Frobenius norm.
 
-    The nearest there is for one and two patterns; for L of them the error is at most √(L − 1) times the least. Each
-    pattern must be `chainable` with the product of those applied before it. Computed in float64 on the CPU, by as many
-    threads as torch has; the weights have W's dtype and device, and the error is that before they are rounded to it.
-    Factors have equal norms. Not differentiable.
+    For one or two patterns it is the nearest product; for L patterns the error is at most √(L − 1) times the least.
+    Each pattern must be `chainable` with the product of those applied before it. Computed in float64 on the CPU, by as
+    many threads as torch has; the weights have W's dtype and device, and the error is that before they are rounded to
+    it. Factors have equal norms. Not differentiable.
 
     >>> import torch, fretwork as fw
     >>> W = torch.ones(12, 20, dtype=torch.float64)
@@ -261,9 +261,9 @@ def plan(
     """How `fw.ksmm_chain` runs factors of these patterns, a line for each step.
 
     `arch` is "cpu", a GPU such as "cuda:0", or an architecture from "sm_75" on, such as "sm_90a", which need not be
-    there. `batch` counts where rows are few; 0 stands for many. Operands are taken to be contiguous, and cuBLAS to be
-    installed. Words name the family of kernels that a pattern allows; strides, precision and tuned tables have the last
-    word.
+    there. `batch` is the number of rows, which matters if they are few; 0 stands for many. Operands are assumed to be
+    contiguous, and cuBLAS to be installed. The strides and precision of a call, or a tuned table, may select another
+    kernel.
 
     >>> import fretwork as fw
     >>> print(fw.kronecker.plan(fw.kronecker.monarch(1024, 1024, 32, 32), "sm_90a"))

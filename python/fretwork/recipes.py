@@ -72,7 +72,7 @@ class TwoFour(_OfLinear):
     """Two of every four weights along the input (float32: one of two), as `fw.nn.SemiSparseLinear`.
 
     `prune` is "magnitude", "transposable", or None for a weight that is 2:4 already. With trainable="dense" a dense
-    weight learns and is pruned at every forward pass; what calibration drops begins at zero there.
+    weight learns and is pruned at every forward pass; weights that calibration drops then start at zero.
 
     >>> import torch, fretwork as fw
     >>> model = torch.nn.Sequential(torch.nn.Linear(32, 16).half())
@@ -87,7 +87,7 @@ class TwoFour(_OfLinear):
 
     def __post_init__(self) -> None:
         try:
-            SemiSparseLinear(4, 4, device="meta", prune=self.prune, trainable=self.trainable)
+            SemiSparseLinear(4, 4, False, "meta", torch.float16, prune=self.prune, trainable=self.trainable)
         except ValueError as error:
             raise ValueError(str(error).replace("SemiSparseLinear", "recipes.TwoFour", 1)) from None
 

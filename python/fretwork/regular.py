@@ -1,4 +1,4 @@
-"""SPLAT's operators over the entries of a pattern's rows, on torch tensors."""
+"""Scores, softmax and product apart: SPLAT's operators over the entries of a pattern's rows, on torch tensors."""
 
 from torch import Tensor
 
@@ -29,7 +29,7 @@ def r_sddmm(q: Tensor, k: Tensor, pattern: Pattern) -> Tensor:
 def r_softmax(x: Tensor, pattern: Pattern, scale: float = 1.0) -> Tensor:
     """Softmax of scale · x over the entries of each row, as `r_sddmm` stores them; zeros behind a row's end.
 
-    What lies there in x is never used. A row of −inf alone gives zeros.
+    Entries of x behind a row's end are never read. A row in which every score is −inf gives zeros.
 
     >>> import torch, fretwork as fw
     >>> fw.r_softmax(torch.zeros(1, 1, 4, 2), fw.patterns.sliding_window(4, 1, 0))[0, 0].tolist()[:2]

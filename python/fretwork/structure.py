@@ -1,4 +1,4 @@
-"""The structure of a sparse model as plain data, that structure in a dense model, and the way back to dense layers."""
+"""Structure of sparse models: as plain data, put into a dense model, and the way back to dense layers."""
 
 from __future__ import annotations
 
@@ -59,8 +59,9 @@ def tellable(model: nn.Module) -> tuple[dict[str, Any], list[NotImplementedError
 def restructure(dense_model: _Model, structure: Mapping[str, Any]) -> _Model:
     """Gives a dense model the structure of a sparse one, in place, and returns it; `load_state_dict` does the rest.
 
-    Until then layers have what fits of the dense weights; factors are random. Layers that have their structure already
-    are left. ValueError where the models differ; nothing is changed then. Works on the meta device, too.
+    Until weights are loaded, a layer has the dense weights that its structure keeps; factors are random. Layers that
+    have their structure already stay as they are. ValueError if the models differ; then nothing is changed. Works on
+    the meta device, too.
 
     >>> import torch, fretwork as fw
     >>> model = torch.nn.Sequential(torch.nn.Linear(32, 16))

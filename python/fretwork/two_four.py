@@ -100,7 +100,7 @@ class TwoFour:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the matrix that this stands for."""
+        """The shape of the matrix."""
         rows, cols = self.values.shape
         return torch.Size((rows, 2 * cols) if self.dim else (2 * rows, cols))
 
@@ -126,7 +126,7 @@ class TwoFour:
         return from_parts(self.values.detach(), self.metadata, self.dim)
 
     def to(self, *args: Any, **kwargs: Any) -> TwoFour:
-        """As `torch.Tensor.to`, of device and dtype; only fp32 has pairs, which any other type can hold as fours.
+        """As `torch.Tensor.to`, for device and dtype. A 1:2 matrix of fp32 becomes a 2:4 matrix of another dtype.
 
         >>> import torch, fretwork as fw
         >>> fw.two_four.compress(torch.eye(4)).to(torch.bfloat16)
@@ -171,7 +171,7 @@ class TwoFour:
         return from_parts(self.values[values], self.metadata[metadata], self.dim)
 
     def export(self, layout: str | Tensor, tile_k: int = 128) -> tuple[Tensor, Tensor]:
-        """Values and metadata as others want them, row by row of what is compressed (of `s.T` where dim is 0).
+        """Values and metadata in the order of another library, row by row (rows of `s.T` if dim is 0).
 
         `layout` is "torch" (of `torch.sparse`'s semi-structured tensors, CUTLASS), "cutlass_sm80", which is the same,
         "cutlass_sm90" for a kernel's `tile_k`, or an order of your own: int64, for each byte of the foreign metadata
@@ -632,7 +632,7 @@ def _path(op: str, file: object) -> str:
 def save(file: str | PathLike[str], matrices: TwoFour | Mapping[str, TwoFour]) -> None:
     """One matrix, or several by name, as a safetensors file (which needs that package) with a version.
 
-    A matrix is stored line by line: `name.values`, `name.metadata`, and its dim among the file's texts.
+    A matrix is stored line by line: `name.values`, `name.metadata`, and its dim in the file's metadata.
 
     >>> import tempfile, torch, fretwork as fw
     >>> s = fw.two_four.compress(torch.eye(16))

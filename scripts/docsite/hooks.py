@@ -92,9 +92,25 @@ def linked(path: str) -> list[str]:
     return [one for one in found if (ROOT / one).exists()]
 
 
+def named(entries: list[Any]) -> list[Any]:
+    """A navigation in which pages of the reference have the names that differ: `jax.distributed`, `ops.h`."""
+    found: list[Any] = []
+    for entry in entries:
+        if not isinstance(entry, str):
+            ((title, below),) = entry.items()
+            entry = {title: below if isinstance(below, str) else named(below)}
+        elif entry.startswith("include/"):
+            entry = {Path(entry).name: entry}
+        elif entry.startswith("python/"):
+            module = python_reference.module_name(ROOT / entry)
+            entry = {module.removeprefix("fretwork."): entry}
+        found.append(entry)
+    return found
+
+
 def on_config(config: Any) -> Any:
-    """Fills in the navigation's globs."""
-    config.nav = expand_all(config.nav)
+    """Fills in the navigation's globs, and names its pages."""
+    config.nav = named(expand_all(config.nav))
     return config
 
 

@@ -419,7 +419,11 @@ Call ordered(const Call& call, std::initializer_list<const char*> needed, std::i
     const std::string& keyword = call.keywords[n];
     const auto place = static_cast<std::size_t>(std::find(names.begin(), names.end(), keyword) - names.begin());
     if (place == names.size()) {
-      throw Error(call.name, keyword, "a known keyword", "this");
+      std::string known = "one of " + names[0];
+      for (std::size_t other = 1; other < names.size(); ++other) {
+        known += ", " + names[other];
+      }
+      throw Error(call.name, "keyword", known, keyword);
     }
     if (given[place]) {
       throw Error(call.name, keyword, "one value", "two");

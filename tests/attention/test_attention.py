@@ -696,6 +696,11 @@ def test_bad_python_values(device):
         (dict(pattern=[pattern, 9]), r"attention: pattern\[1\]: expected a fretwork.Pattern, got int"),
         (dict(pattern=[]), "attention: pattern: expected .*, got an empty sequence"),
         (dict(pattern=[pattern] * 3), "attention: pattern: expected 1 or 4, one for each query head, got 3"),
+        (
+            dict(pattern=[pattern] * len(q)),
+            r"got 2; for elements of the batch give a list of lists, \[\[p1\], \[p2\]\]",
+        ),
+        (dict(pattern=pattern.mask().numpy()), r"got ndarray \(fw.patterns.from_mask makes a pattern\)"),
         (dict(scale="x"), "attention: scale: expected a number"),
         (dict(scale="0.5"), "attention: scale: expected a number, got '0.5'"),
         (dict(scale=torch.tensor(0.5, requires_grad=True)), "attention: scale: expected a number, got a tensor that"),

@@ -391,7 +391,10 @@ def alone():
             dict(key_padding_mask=torch.zeros(2, 63).bool()),
             "attention: key_padding_mask: expected 64 keys, this rank's, or all",
         ),
-        (dict(key_padding_mask=torch.zeros(2, 64)), "attention: key_padding_mask: expected bool, got float32"),
+        (
+            dict(key_padding_mask=torch.zeros(2, 64)),
+            "attention: key_padding_mask: expected bool, True where a key is padding, got float32",
+        ),
         (dict(sinks=torch.zeros(3)), "attention: sinks: expected shape (2,), got (3,)"),
         (
             dict(pattern=[P.causal(64), P.causal(63)]),

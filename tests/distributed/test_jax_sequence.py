@@ -222,7 +222,7 @@ def test_it_needs_no_torch():
             dict(key_padding_mask=np.zeros((2, 63), bool)),
             r"key_padding_mask: expected shape \(2, 64\), one for each key of this device, got \(2, 63\)",
         ),
-        (dict(key_padding_mask=np.zeros((2, 64))), "key_padding_mask: expected bool, got float"),
+        (dict(key_padding_mask=np.zeros((2, 64))), "key_padding_mask: expected bool, True where a key is padding, "),
         (dict(pattern=[P.causal(64), P.causal(63)]), r"pattern\[1\]: expected shape \(64, 64\) like the first, got "),
         (dict(pattern=P.causal((64, 63))), "k: expected 63 rows, one of 1 parts of 63, got 64 in "),
         (dict(softcap=-1.0), r"softcap: expected 0 \(none\) or a positive number, got -1.0"),

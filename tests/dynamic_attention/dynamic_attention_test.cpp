@@ -1,5 +1,5 @@
-// The C++ interface of attention on what only the device knows: four ways to say one pattern, over poisoned outputs,
-// and bad calls. Values against float64 are compared in test_dynamic_attention.py.
+// The C++ interface of attention over keys known only on the device: four ways to say one pattern, over poisoned
+// outputs, and bad calls. Values against float64 are compared in test_dynamic_attention.py.
 #include "fretwork/dynamic_attention.h"
 
 #include <gtest/gtest.h>

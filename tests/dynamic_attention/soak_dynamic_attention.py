@@ -1,4 +1,4 @@
-"""Random attention on what only the device knows against dense float64 attention, on the device itself.
+"""Random attention over keys known only on the device against dense float64 attention, on the device itself.
 
     export PYTHONPATH=python:tests/support
     python tests/dynamic_attention/soak_dynamic_attention.py [--count 10000] [--seed S] [--device cuda] [--seconds 0]

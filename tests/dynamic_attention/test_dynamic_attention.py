@@ -1,4 +1,4 @@
-"""Attention on what only the device knows, against dense float64 attention under a mask that the test makes itself."""
+"""Attention over keys known only on the device, against dense float64 attention under a mask made by the test."""
 
 import re
 

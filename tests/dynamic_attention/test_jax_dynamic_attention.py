@@ -1,4 +1,4 @@
-"""fretwork.jax's attention on what only the device knows against the torch one, under jit, grad and vmap."""
+"""fretwork.jax's attention over keys known only on the device against the torch one, under jit, grad and vmap."""
 
 import pytest
 import torch

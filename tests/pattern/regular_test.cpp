@@ -670,7 +670,7 @@ TEST(RegularPattern, RefusesWhatItCannotBe) {
   refused("strided(16)", "strided: stride: expected a value, got nothing");
   refused("sliding_window(16, 4)", "sliding_window: right: expected a value, got nothing");
   refused("strided(16, 2, 3)", "strided: arguments: expected at most 2 without names, got 3");
-  refused("strided(16, 2, step=3)", "strided: step: expected a known keyword");
+  refused("strided(16, 2, step=3)", "strided: keyword: expected one of seq, stride, offset, got step");
   refused("strided(16, 2, stride=3)", "strided: stride: expected one value, got two");
   refused("strided(seq=16, 2)", "expected a keyword");
   refused("dilated(16, 2, 2, causal=1)", "dilated: causal: expected True or False");

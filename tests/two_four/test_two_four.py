@@ -952,6 +952,7 @@ def test_where_dense_wins():
 def test_that_float32_keeps_pairs_is_said_once(caplog, monkeypatch):
     monkeypatch.setattr(two_four, "_said", False)
     two_four.prune(torch.randn(4, 8).half())
+    fw.recipes.TwoFour()  # which has no dtype yet
     assert not caplog.records
     layer = fw.nn.SemiSparseLinear(8, 4, trainable="dense")
     with torch.autocast("cpu", torch.bfloat16):  # which prunes it in bf16

@@ -1,4 +1,4 @@
-"""torch's rules for attention on what only the device knows."""
+"""torch's rules for attention over keys known only on the device."""
 
 from typing import Any
 

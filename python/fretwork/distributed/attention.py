@@ -117,16 +117,16 @@ def attention(
     for `fw.attention`, and need not be the one that was cut; None holds every key and takes the lengths from `shards`.
     The result has this rank's rows.
 
-    With `method="ranges"` exactly the keys and values come that this rank's rows have and others hold
-    (`shards.needs`), point to point, while the rank works on its own. Gradients go back the same way and are added in a
+    With `method="ranges"` a rank receives exactly the keys and values that its rows need and others hold
+    (`shards.needs`), point to point, while it computes on its own. Gradients go back the same way and are added in a
     fixed order. A row whose keys come in one piece is computed as in one process; others are merged by their
-    log-sum-exp. Received keys are kept for the gradient up to two equal parts of all keys, more are sent again.
+    log-sum-exp. Received keys are kept for the gradient up to two equal parts of all keys; more are sent again.
     With `method="ulysses"` an all-to-all gives each rank Hq/ranks heads of the whole sequence, and another gives the
-    rows back: every row is computed as in one process. The ranks must divide Hk. "auto" takes what sends fewer bytes
-    over all ranks, ranges where both send as many.
+    rows back: every row is computed as in one process. The ranks must divide Hk. "auto" takes the method that sends
+    fewer bytes over all ranks, "ranges" if both send equally many.
 
-    Every rank makes the same call, and calls backward if one does. Ranks compare what they were called with when a
-    group first sees such a call.
+    Every rank makes the same call, and calls backward if one does. When a group first sees a call, ranks compare their
+    arguments.
 
     A `bias` has this rank's rows and all columns, or broadcasts and is then the same on every rank; its gradient is
     this rank's share, as that of `sinks` is. `key_padding_mask` is (B, keys) of this rank's keys, or (B, Sk) of all.

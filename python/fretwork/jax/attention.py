@@ -309,7 +309,7 @@ def attention(
     q is (B, Hq, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), Hq a multiple of Hk. `bias` broadcasts to (B, Hq, Sq, Sk)
     or is `alibi(slopes)`. Keys where `key_padding_mask` (B, Sk) is True are not seen. `sinks` (Hq,) are scores that
     join the sum of each query of a head. Dropout takes a key of `jax.random`. With `return_lse` the result is (o, lse).
-    `blocks` are key blocks that only the device knows, a bool array or `fretwork.jax.BlockLists`, of the sides `block`.
+    `blocks` are key blocks known only on the device, a bool array or `fretwork.jax.BlockLists`, of the sides `block`.
 
     >>> import fretwork as fw
     >>> q = k = v = jnp.ones((1, 2, 50, 16))

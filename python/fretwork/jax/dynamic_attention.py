@@ -1,4 +1,4 @@
-"""Attention on what only the device knows, on JAX arrays: key blocks, blocks selected by each query, documents."""
+"""Attention over keys known only on the device, on JAX arrays: key blocks, blocks selected by each query, documents."""
 
 from __future__ import annotations
 

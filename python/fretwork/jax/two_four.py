@@ -50,7 +50,7 @@ class TwoFour:
     """A matrix compressed along `dim`, line by line: `values` (lines, K/2) and `metadata` (lines, words).
 
     A line is a row where dim is 1 and a column where it is 0. A pytree; gradients go to `values`. Every nibble is
-    looked at, but not while jax traces, as in `jit` and `grad`. A group whose values are zero may have any nibble, and
+    checked, but not while jax traces, as in `jit` and `grad`. A group whose values are zero may have any nibble, and
     has 4 in `metadata`.
 
     >>> import jax.numpy as jnp

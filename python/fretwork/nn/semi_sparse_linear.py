@@ -22,11 +22,11 @@ _PRUNES, _TRAINABLES = ("magnitude", "transposable", None), ("values", "dense")
 class SemiSparseLinear(nn.Module):
     """y = x Wᵀ + bias, where W (out_features, in_features) keeps two of every four neighbours (fp32: one of two).
 
-    Drop-in for `torch.nn.Linear`. With trainable="values" the places are fixed and `values` (out, in/2) learn, beside
-    the buffer `metadata`. With trainable="dense" a dense `weight` learns, and every forward pass prunes it anew, by
-    "magnitude" in rows or "transposable", where one pass makes the packings of W and of Wᵀ, so that the gradient of x
-    is a sparse product too. Gradients go straight through the pruning to all of `weight`, with `decay` · W added where
-    it is pruned (SR-STE). Under autocast a dense weight is lowered before it is pruned; values stay as they are.
+    Drop-in for `torch.nn.Linear`. With trainable="values" the positions are fixed and `values` (out, in/2) learn,
+    beside the buffer `metadata`. With trainable="dense" a dense `weight` learns, and every forward pass prunes it anew,
+    by "magnitude" in rows or "transposable", where one pass makes the packings of W and of Wᵀ, so that the gradient of
+    x is a sparse product too. Gradients go straight through the pruning to all of `weight`, with `decay` · W added
+    where it is pruned (SR-STE). Under autocast a dense weight is lowered before it is pruned; values stay as they are.
 
     >>> import torch, fretwork as fw
     >>> layer = fw.nn.SemiSparseLinear(64, 32, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Regular patterns by name: windows, strides, dilations, grids, documents, and explicit ones.
+"""Patterns: windows, strides, dilations, grids, documents, and explicit ones.
 
 Query i stands at position p = i + offset, where offset = Sk − Sq unless given: queries are the last Sq positions. `seq`
 is S or (Sq, Sk). Patterns combine with `|` and `&`; `.T` exchanges queries and keys; p[8:, :100] is a piece of one.

@@ -197,7 +197,7 @@ void check_options(const char* op, const AttentionOptions& options, const Contex
   }
   p.dropout = {options.dropout, options.dropout > 0 ? options.dropout_seed : nullptr};
   if (const auto& padding = options.key_padding; padding.has_value()) {
-    check_dtype(op, "key_padding_mask", *padding, DType::boolean);
+    check_dtype(op, "key_padding_mask", *padding, DType::boolean, ", True where a key is padding");
     check_shape(op, "key_padding_mask", *padding, {p.batch, p.cols});
     check_device(op, "key_padding_mask", *padding, context);
     p.padding = {static_cast<const std::uint8_t*>(padding->data), padding->stride(0), padding->stride(1)};

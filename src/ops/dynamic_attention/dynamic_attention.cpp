@@ -1,4 +1,4 @@
-// Attention on what only the device knows: what it accepts, and which backend runs it.
+// Attention over keys known only on the device: what it accepts, and which backend runs it.
 #include "fretwork/dynamic_attention.h"
 
 #include <algorithm>
@@ -181,7 +181,7 @@ void check_options(const char* op, Form form, const AttentionOptions& options) {
   const bool blocks = form == Form::mask || form == Form::lists;
   const auto refuse = [&](const char* argument, bool given) {
     if (given) {
-      throw Error(op, argument, "none with keys that only the device knows", "one");
+      throw Error(op, argument, "none with a selection or documents", "one");
     }
   };
   refuse("bias", !blocks && options.bias.has_value());

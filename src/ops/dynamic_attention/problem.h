@@ -1,4 +1,5 @@
-// Attention on what only the device knows, after all checks: attention's own problem, and which keys each query sees.
+// Attention over keys known only on the device, after all checks: attention's own problem, and which keys each query
+// sees.
 #pragma once
 
 #include <cstdint>

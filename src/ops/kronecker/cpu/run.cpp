@@ -19,6 +19,8 @@ constexpr std::int64_t kLeftRow = 1024;
 constexpr std::int64_t kBlockElements = 128 << 10;
 /// Batch rows, and batch columns, that a thread works on at a time.
 constexpr std::int64_t kBlockRows = 256, kBlockCols = 192;
+/// Tiles of rows that are enough for a thread.
+constexpr std::int64_t kOwnTiles = 2;
 /// Rows of x up to so many elements are too short for the hardware prefetcher.
 constexpr std::int64_t kShortRow = 128;
 constexpr std::int64_t kLine = 64;
@@ -61,6 +63,12 @@ class BatchFirst : Work {
       offset += depth_ * columns.lanes();
     }
     stride_ = offset;
+    // Each thread has rows of its own, if they are enough: they stay in its caches from the copies before the product
+    // to those behind it.
+    const std::int64_t threads = wanted_ / kPieces;
+    if (const std::int64_t each = ceil_div(problem.batch, threads); each >= kOwnTiles * tiles_.rows) {
+      rows_.each = std::min(rows_.each, ceil_div(each, tiles_.rows) * tiles_.rows);
+    }
     // Few diagonal blocks: more and smaller pieces, first of the batch, then of features.
     const auto few = [&] { return jobs() < wanted_; };
     while (few() && rows_.each > 4 * tiles_.rows) {

@@ -9,15 +9,13 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
-#include <exception>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "fretwork/fretwork.h"
+#include "fretwork/parallel_loop.h"
 
 namespace fretwork_torch {
 
@@ -207,55 +205,25 @@ struct Gradient {
   std::optional<fretwork::TensorView> place;
 };
 
-/// torch's own threads. Each takes its own part of the items first, `grain` at a time, then what others have left:
-/// uneven work evens out, and a thread mostly meets memory that it has in its caches from the call before.
+/// torch's own threads.
 class TorchExecutor final : public fretwork::Executor {
  public:
   int concurrency() const override { return static_cast<int>(torch::stable::get_num_threads()); }
 
   void parallel_for(std::int64_t count, std::int64_t grain,
                     const std::function<void(std::int64_t, std::int64_t)>& body) override {
-    grain = std::max<std::int64_t>(grain, 1);
-    const std::int64_t workers = std::min<std::int64_t>(concurrency(), (count + grain - 1) / grain);
-    if (workers <= 1) {
+    if (count <= grain || concurrency() == 1) {
       if (count > 0) {
         body(0, count);
       }
       return;
     }
-    std::vector<Part> parts(static_cast<std::size_t>(workers));
-    for (std::int64_t n = 0; n < workers; ++n) {
-      Part& part = parts[static_cast<std::size_t>(n)];
-      part.next = count * n / workers;
-      part.end = count * (n + 1) / workers;
-    }
-    std::once_flag failed;
-    std::exception_ptr failure;  // torch's own way across its C border would lose the text
-    const auto work = [&](Part& part) {
-      for (std::int64_t begin = 0; (begin = part.next.fetch_add(grain)) < part.end;) {
-        body(begin, std::min(begin + grain, part.end));
-      }
-    };
-    torch::stable::parallel_for(0, workers, 1, [&](std::int64_t worker, std::int64_t) {
-      try {
-        for (std::int64_t n = 0; n < workers; ++n) {
-          work(parts[static_cast<std::size_t>((worker + n) % workers)]);
-        }
-      } catch (...) {
-        std::ranges::for_each(parts, [](Part& part) { part.next.store(part.end); });
-        std::call_once(failed, [&] { failure = std::current_exception(); });
-      }
-    });
-    if (failure) {
-      std::rethrow_exception(failure);
-    }
+    // It keeps a body's exception: torch's own way across its C border would lose the text.
+    fretwork::ParallelLoop loop(count, grain, concurrency());
+    torch::stable::parallel_for(0, loop.workers(), 1,
+                                [&](std::int64_t worker, std::int64_t) { loop.work(worker, body); });
+    loop.finish();
   }
-
- private:
-  struct alignas(64) Part {
-    std::atomic<std::int64_t> next = 0;
-    std::int64_t end = 0;
-  };
 };
 
 /// Workspace from torch's caching allocator, in the order of its current stream.

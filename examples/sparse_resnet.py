@@ -9,15 +9,13 @@ python examples/sparse_resnet.py --images 256 --width 256 --steps 200       # on
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 import fretwork as fw
+from training import Run, finish, options, train
 
 SIDE, BLOCK, DENSITY, CLASSES = 16, 16, 0.2, 3
 Make = Callable[[int], nn.Module]  # a convolution of so many channels
@@ -60,41 +58,19 @@ def bars(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     lines = torch.stack([row.expand(SIDE, SIDE), col.expand(SIDE, SIDE), (row + col) // 2])
     at = torch.randint(2, SIDE - 2, (count, 1, 1))
     images = (lines[ways] == at).float() + 0.5 * torch.randn(count, SIDE, SIDE)
-    return images[:, None].to(device), ways.to(device)
+    return images[:, None].to(device, memory_format=torch.channels_last), ways.to(device)
 
 
-def train(name: str, conv: Make, options: argparse.Namespace) -> None:
-    torch.manual_seed(0)
-    device = torch.device(options.device)
-    model = network(options.width, conv).to(device)
-    count = sum(p.numel() for p in model.parameters())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses, times = [], []
-    for _ in range(options.steps):
-        images, ways = bars(options.images, device)
-        began = time.perf_counter()
-        loss = nn.functional.cross_entropy(model(images.contiguous(memory_format=torch.channels_last)), ways)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())  # waits for the GPU
-        times.append((time.perf_counter() - began) * 1e3)
-    shown = [losses[round(n * (options.steps - 1) / 5)] for n in range(6)]
-    ms = statistics.median(times[1:] or times)
-    print(f"{name:8} {count:10,} {ms:9.1f}   " + " ".join(f"{loss:6.3f}" for loss in shown), flush=True)
-
-
-def main(options: argparse.Namespace) -> None:
-    print(f"{options.width} channels, {options.images} images of {SIDE}×{SIDE} a step on {options.device}")
-    print("weights  parameters ms a step   loss, from the first step to the last")
-    train("dense", dense, options)
-    train("sparse", sparse, options)
+def main(given: list[str] | None = None) -> list[Run]:
+    o = options(__doc__ or "", "sparse_resnet", given, images=(32, 8), width=(64, 32), steps=(40, 12))
+    print(f"{o.width} channels, {o.images} images of {SIDE}×{SIDE} a step on {o.device}")
+    runs = []
+    for name, conv in (("dense", dense), ("sparse", sparse)):
+        torch.manual_seed(0)
+        model = network(o.width, conv).to(o.device)
+        runs.append(train(name, model, lambda held_out: bars(o.images, o.device), o.steps, rate=3e-3))
+    return finish(runs, o, "Residual networks")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=32)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    main(parser.parse_args())
+    main()

@@ -9,53 +9,38 @@ python examples/vision_neighborhood.py --side 128 --images 4 --steps 200     # o
 
 from __future__ import annotations
 
-import argparse
 import math
-import statistics
-import time
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import fretwork as fw
+from training import Attend, Block, Run, finish, options, train
 
 WIDTH, HEADS, DIRECTIONS = 64, 2, 4
 
 
-class Layer(nn.Module):
-    def __init__(self, pattern: fw.Pattern | None) -> None:
-        super().__init__()
-        self.pattern = pattern
-        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        images, patches, _ = x.shape
-        q, k, v = self.qkv(self.norm(x)).view(images, patches, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
-        if self.pattern is None:
-            o = nn.functional.scaled_dot_product_attention(q, k, v)
-        else:
-            o = fw.attention(q, k, v, self.pattern)
-        x = x + self.out(o.transpose(1, 2).reshape(images, patches, WIDTH))
-        return x + self.mlp(x)
+def attend_by(pattern: fw.Pattern) -> Attend:
+    return lambda q, k, v: fw.attention(q, k, v, pattern)
 
 
 class Model(nn.Module):
-    def __init__(self, side: int, patterns: tuple[fw.Pattern | None, ...]) -> None:
+    def __init__(self, side: int, attends: list[Attend]) -> None:
         super().__init__()
         self.embed = nn.Linear(1, WIDTH)
         at = torch.arange(side)[:, None] * torch.tensor([math.pi / 2, math.pi / 4, math.pi / 8, math.pi / 16])
         waves = torch.cat([at.sin(), at.cos()], 1)  # (side, 8)
         grid = torch.cat([waves[:, None].expand(-1, side, -1), waves[None].expand(side, -1, -1)], 2)
-        self.register_buffer("places", nn.functional.pad(grid.reshape(side * side, 16), (0, WIDTH - 16)))
-        self.layers = nn.Sequential(*(Layer(p) for p in patterns))
+        self.register_buffer("places", F.pad(grid.reshape(side * side, 16), (0, WIDTH - 16)))
+        self.layers = nn.Sequential(*(Block(WIDTH, HEADS, attend) for attend in attends))
         self.answer = nn.Linear(WIDTH, DIRECTIONS)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.answer(self.layers(self.embed(x) + self.places))
 
 
-def stripes(images: int, side: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def stripes(images: int, side: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Brightness of each patch, and the direction of the stripes there: one for each quarter of the image."""
     quarters = torch.randint(DIRECTIONS, (images, 2, 2), device=device)
     labels = quarters.repeat_interleave(side // 2, 1).repeat_interleave(side // 2, 2)
@@ -66,42 +51,31 @@ def stripes(images: int, side: int, device: torch.device) -> tuple[torch.Tensor,
     return bright.reshape(images, side * side, 1), labels.reshape(images, -1)
 
 
-def train(name: str, patterns: tuple[fw.Pattern | None, ...], options: argparse.Namespace) -> None:
-    torch.manual_seed(0)
-    device = torch.device(options.device)
-    model = Model(options.side, patterns).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    x, labels = stripes(options.images, options.side, device)  # the same images at every step
-    losses, times = [], []
-    for _ in range(options.steps):
-        began = time.perf_counter()
-        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), labels.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())  # waits for the GPU
-        times.append((time.perf_counter() - began) * 1e3)
-    density = statistics.mean(1.0 if p is None else p.density for p in patterns)
-    ms = statistics.median(times[1:] or times)
-    print(f"{name:14} {density:8.4f} {ms:10.1f} {losses[0]:14.3f} {losses[-1]:8.3f}", flush=True)
+def main(given: list[str] | None = None) -> list[Run]:
+    sizes = dict(side=(32, 16), window=(7, 7), images=(2, 1), steps=(30, 6))
+    o = options(__doc__ or "", "vision_neighborhood", given, **sizes)
+    near = fw.patterns.neighborhood((o.side, o.side), o.window)
+    windows = [fw.patterns.swin(o.side, o.side, 8, shift) for shift in (0, 4)]
+    print(f"two layers, {WIDTH} wide; {o.images} images of {o.side} × {o.side} patches a step on {o.device}")
+    kept = [f"{p.density:.1%}" for p in (*windows, near)]
+    print(f"windows keep {kept[0]} and {kept[1]} of the scores, neighbourhoods {kept[2]}")
+    images = stripes(o.images, o.side, o.device)  # the same at every step
 
+    def draw(held_out: bool) -> tuple[Tensor, Tensor]:
+        return stripes(o.images, o.side, o.device) if held_out else images
 
-def main(options: argparse.Namespace) -> None:
-    side, window = options.side, options.window
-    near = fw.patterns.neighborhood((side, side), window)
-    still, moved = (fw.patterns.swin(side, side, 8, shift) for shift in (0, 4))
-    print(f"two layers, {WIDTH} wide; {options.images} images of {side} × {side} patches a step on {options.device}")
-    print("attention       density  ms a step  loss at first  at last")
-    train("every patch", (None, None), options)
-    train("swin 8", (still, moved), options)
-    train(f"nearest {window} × {window}", (near, near), options)
+    ways: dict[str, list[Attend]] = {
+        "every patch": [F.scaled_dot_product_attention] * 2,
+        "swin 8": [attend_by(p) for p in windows],
+        f"nearest {o.window} × {o.window}": [attend_by(near)] * 2,
+    }
+    runs = []
+    for name, layers in ways.items():
+        torch.manual_seed(0)
+        model = Model(o.side, layers).to(o.device)
+        runs.append(train(name, model, draw, o.steps, rate=3e-3))
+    return finish(runs, o, "Vision attention on a grid of patches")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--side", type=int, default=32, help="patches of an image, each way; even (32)")
-    parser.add_argument("--window", type=int, default=7)
-    parser.add_argument("--images", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    main(parser.parse_args())
+    main()

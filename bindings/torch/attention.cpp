@@ -1,62 +1,20 @@
 // torch.ops.fretwork's attention over regular patterns and its gradient, and SPLAT's operators.
-#include "call.h"
+#include "attention.h"
 
 namespace {
 
 using namespace fretwork_torch;  // NOLINT: what every op here is made of
 
-/// The arguments that forward and backward share, in the order of their schemas.
-struct Features {
-  explicit Features(Arguments& arguments)
-      : patterns(arguments.text()),
-        scale(arguments.optional_number()),
-        bias(arguments.optional_tensor()),
-        slopes(arguments.optional_tensor()),
-        softcap(arguments.number()),
-        dropout(arguments.number()),
-        seed(arguments.optional_tensor()),
-        precision(arguments.text()) {}
-  Text patterns;
-  std::optional<double> scale;
-  std::optional<Tensor> bias, slopes;
-  double softcap, dropout;
-  std::optional<Tensor> seed;
-  Text precision;
-};
-
-/// The same as the core has them.
-struct Options {
-  Options(const char* op, const Features& f, const Tensor& q, const std::optional<Tensor>& padding,
-          const std::optional<Tensor>& sinks)
-      : patterns(fretwork::parse_patterns(f.patterns.view())) {
-    options.bias = view(op, "bias", f.bias);
-    options.slopes = view(op, "slopes", f.slopes);
-    options.key_padding = view(op, "key_padding_mask", padding, {"bool"});
-    options.sinks = view(op, "sinks", sinks);
-    options.scale = f.scale;
-    options.softcap = f.softcap;
-    options.dropout = f.dropout;
-    if (f.seed.has_value()) {
-      const bool right =
-          dtype_code(*f.seed) == aoti_torch_dtype_int64() && f.seed->numel() == 1 && device_of(*f.seed) == device_of(q);
-      if (!right) {
-        throw fretwork::Error(op, "seed", "one int64 on the device of q", "something else");
-      }
-      options.dropout_seed = static_cast<const std::int64_t*>(f.seed->const_data_ptr());
-    }
-  }
-  std::vector<fretwork::PatternPtr> patterns;
-  fretwork::AttentionOptions options;
-};
-
 void attention(StableIValue* stack, std::uint64_t, std::uint64_t) {
   constexpr const char* kOp = "attention";
   Arguments arguments(stack);
   const Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
-  const Features features(arguments);
+  const Text names = arguments.text();
+  const AttentionArguments features(arguments);
   const std::optional<Tensor> padding = arguments.optional_tensor(), sinks = arguments.optional_tensor();
 
-  const Options options(kOp, features, q, padding, sinks);
+  const std::vector<fretwork::PatternPtr> patterns = fretwork::parse_patterns(names.view());
+  const fretwork::AttentionOptions options = features.options(kOp, q, padding, sinks);
   const fretwork::ConstTensorView queries = view(kOp, "q", q), keys = view(kOp, "k", k), values = view(kOp, "v", v);
   // Operands of another rank give some shape; the core refuses them before it looks at the result.
   const std::int64_t sizes[] = {queries.size(0), queries.size(1), queries.size(2), values.size(3)};
@@ -66,8 +24,8 @@ void attention(StableIValue* stack, std::uint64_t, std::uint64_t) {
       empty(std::span(sizes).first(3), wide ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32(), q);
   Call call(q);
   call.context().precision = precision_named(kOp, features.precision.view());
-  fretwork::attention(queries, keys, values, options.patterns, out_view(kOp, "out", out), out_view(kOp, "lse", lse),
-                      call.context(), options.options);
+  fretwork::attention(queries, keys, values, patterns, out_view(kOp, "out", out), out_view(kOp, "lse", lse),
+                      call.context(), options);
   stack[0] = torch::stable::detail::from(out);
   stack[1] = torch::stable::detail::from(lse);
 }
@@ -96,22 +54,24 @@ void attention_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor(), out = arguments.tensor(),
                lse = arguments.tensor(), d_out = arguments.tensor();
   const std::optional<Tensor> d_lse = arguments.optional_tensor();
-  const Features features(arguments);
+  const Text names = arguments.text();
+  const AttentionArguments features(arguments);
   const bool needs_q = arguments.flag(), needs_k = arguments.flag(), needs_v = arguments.flag(),
              needs_bias = arguments.flag() && features.bias.has_value();
   const std::optional<Tensor> padding = arguments.optional_tensor(), sinks = arguments.optional_tensor();
   const bool needs_sinks = arguments.flag() && sinks.has_value();
 
-  const Options options(kOp, features, q, padding, sinks);
+  const std::vector<fretwork::PatternPtr> patterns = fretwork::parse_patterns(names.view());
+  const fretwork::AttentionOptions options = features.options(kOp, q, padding, sinks);
   const Gradient d_q("d_q", q, needs_q), d_k("d_k", k, needs_k), d_v("d_v", v, needs_v),
       d_bias("d_bias", features.bias.value_or(q), needs_bias), d_sinks("d_sinks", sinks.value_or(q), needs_sinks);
   Call call(q);
   call.context().precision = precision_named(kOp, features.precision.view());
   fretwork::attention_backward(
-      view(kOp, "q", q), view(kOp, "k", k), view(kOp, "v", v), options.patterns, view(kOp, "out", out),
-      view(kOp, "lse", lse), view(kOp, "d_out", d_out), view(kOp, "d_lse", d_lse),
+      view(kOp, "q", q), view(kOp, "k", k), view(kOp, "v", v), patterns, view(kOp, "out", out), view(kOp, "lse", lse),
+      view(kOp, "d_out", d_out), view(kOp, "d_lse", d_lse),
       {.q = d_q.place, .k = d_k.place, .v = d_v.place, .bias = d_bias.place, .sinks = d_sinks.place}, call.context(),
-      options.options);
+      options);
   const Tensor results[] = {d_q.tensor, d_k.tensor, d_v.tensor, d_bias.tensor, d_sinks.tensor};
   for (std::size_t n = 0; n < std::size(results); ++n) {
     stack[n] = torch::stable::detail::from(results[n]);

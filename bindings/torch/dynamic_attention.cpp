@@ -1,5 +1,5 @@
 // torch.ops.fretwork's attention on what only the device knows, and its gradient.
-#include "call.h"
+#include "attention.h"
 
 namespace {
 
@@ -16,23 +16,13 @@ struct Features {
         cu_q(arguments.optional_tensor()),
         cu_k(arguments.optional_tensor()),
         sizes(arguments.integers()),
-        scale(arguments.optional_number()),
-        bias(arguments.optional_tensor()),
-        slopes(arguments.optional_tensor()),
-        softcap(arguments.number()),
-        dropout(arguments.number()),
-        seed(arguments.optional_tensor()),
-        precision(arguments.text()),
+        more(arguments),
         padding(arguments.optional_tensor()),
         sinks(arguments.optional_tensor()) {}
   Text pattern;
   std::optional<Tensor> mask, counts, indices, selected, cu_q, cu_k;
   std::vector<std::int64_t> sizes;  ///< block rows, block columns, causal, left, right, max_q, max_k; −1: none
-  std::optional<double> scale;
-  std::optional<Tensor> bias, slopes;
-  double softcap, dropout;
-  std::optional<Tensor> seed;
-  Text precision;
+  AttentionArguments more;
   std::optional<Tensor> padding, sinks;
 };
 
@@ -58,21 +48,7 @@ struct Options {
     keys.right = bound(4);
     keys.max_q = bound(5);
     keys.max_k = bound(6);
-    options.bias = view(op, "bias", f.bias);
-    options.slopes = view(op, "slopes", f.slopes);
-    options.key_padding = view(op, "key_padding_mask", f.padding, {"bool"});
-    options.sinks = view(op, "sinks", f.sinks);
-    options.scale = f.scale;
-    options.softcap = f.softcap;
-    options.dropout = f.dropout;
-    if (f.seed.has_value()) {
-      const bool right =
-          dtype_code(*f.seed) == aoti_torch_dtype_int64() && f.seed->numel() == 1 && device_of(*f.seed) == device_of(q);
-      if (!right) {
-        throw fretwork::Error(op, "seed", "one int64 on the device of q", "something else");
-      }
-      options.dropout_seed = static_cast<const std::int64_t*>(f.seed->const_data_ptr());
-    }
+    options = f.more.options(op, q, f.padding, f.sinks);
   }
   fretwork::PatternPtr pattern;
   fretwork::DeviceKeys keys;
@@ -135,7 +111,7 @@ void dynamic_attention(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const Tensor lse = empty(packed ? std::span(sizes).subspan(1, 2) : std::span(sizes).first(3),
                            wide ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32(), q);
   Call call(q);
-  call.context().precision = precision_named(kOp, features.precision.view());
+  call.context().precision = precision_named(kOp, features.more.precision.view());
   fretwork::dynamic_attention(queries, keys, values, options.pattern, options.keys,
                               in_batch(out_view(kOp, "out", out), packed), in_batch(out_view(kOp, "lse", lse), packed),
                               call.context(), options.options);
@@ -151,15 +127,15 @@ void dynamic_attention_backward(StableIValue* stack, std::uint64_t, std::uint64_
   const std::optional<Tensor> d_lse = arguments.optional_tensor();
   const Features features(arguments);
   const bool needs_q = arguments.flag(), needs_k = arguments.flag(), needs_v = arguments.flag(),
-             needs_bias = arguments.flag() && features.bias.has_value(),
+             needs_bias = arguments.flag() && features.more.bias.has_value(),
              needs_sinks = arguments.flag() && features.sinks.has_value();
 
   const Options options(kOp, features, q);
   const Gradient d_q("d_q", q, needs_q), d_k("d_k", k, needs_k), d_v("d_v", v, needs_v),
-      d_bias("d_bias", features.bias.value_or(q), needs_bias),
+      d_bias("d_bias", features.more.bias.value_or(q), needs_bias),
       d_sinks("d_sinks", features.sinks.value_or(q), needs_sinks);
   Call call(q);
-  call.context().precision = precision_named(kOp, features.precision.view());
+  call.context().precision = precision_named(kOp, features.more.precision.view());
   const bool packed = features.cu_q.has_value();
   if (packed) {
     check_packed(q, k, v);

@@ -288,14 +288,19 @@ def check_qkv(op: str, operands: Sequence[Operand]) -> tuple[int, int, int, int]
     if len(k.shape) != 4 or k.shape[0] != batch or k.shape[3] != depth:
         fail(op, "k", f"({batch}, Hk, Sk, {depth})", k.shape)
     _, kv_heads, cols, _ = k.shape
-    if heads != kv_heads if 0 in (heads, kv_heads) else heads % kv_heads != 0:
-        fail(op, "k", f"a number of heads that divides the {heads} of q", k.shape)
+    _check_group(op, k, heads)
     if len(v.shape) != 4 or v.shape[:3] != k.shape[:3]:
         fail(op, "v", f"({batch}, {kv_heads}, {cols}, Dv)", v.shape)
     for x in (q, v):
         if x.shape[3] < 1:
             fail(op, x.name, "a last dimension of at least 1", x.shape)
     return batch, heads, rows, cols
+
+
+def _check_group(op: str, k: Operand, heads: int) -> None:
+    """That each of k's heads serves as many of q's `heads`."""
+    if heads != k.shape[1] if 0 in (heads, k.shape[1]) else heads % k.shape[1] != 0:
+        fail(op, "k", f"a number of heads that divides the {heads} of q", k.shape)
 
 
 def check_attention(
@@ -558,8 +563,8 @@ def check_selected(op: str, operands: Sequence[Operand], indices: Operand) -> No
     _check_device(op, indices, operands[0])
 
 
-def check_packed(op: str, operands: Sequence[Operand]) -> None:
-    """q, k and v without a batch, heads behind rows."""
+def check_packed(op: str, operands: Sequence[Operand]) -> tuple[int, int, int, int]:
+    """`check_qkv` of q, k and v without a batch, heads behind rows."""
     for x, sizes in zip(operands, ("(Tq, Hq, D)", "(Tk, Hk, D)", "(Tk, Hk, Dv)"), strict=True):
         if len(x.shape) != 3:
             fail(op, x.name, f"3 dimensions {sizes}", tuple(x.shape))
@@ -568,13 +573,11 @@ def check_packed(op: str, operands: Sequence[Operand]) -> None:
         fail(op, "k", f"(Tk, Hk, {q.shape[2]})", k.shape)
     if v.shape[:2] != k.shape[:2]:
         fail(op, "v", f"({k.shape[0]}, {k.shape[1]}, Dv)", v.shape)
-    heads, kv_heads = q.shape[1], k.shape[1]
-    if heads != kv_heads if 0 in (heads, kv_heads) else heads % kv_heads != 0:
-        fail(op, "k", f"a number of heads that divides the {heads} of q", k.shape)
+    _check_group(op, k, q.shape[1])
     for x in (q, v):
         if x.shape[2] < 1:
             fail(op, x.name, "a last dimension of at least 1", x.shape)
-    check_qkv(op, [x._replace(shape=(1, x.shape[1], x.shape[0], x.shape[2])) for x in operands])
+    return check_qkv(op, [x._replace(shape=(1, x.shape[1], x.shape[0], x.shape[2])) for x in operands])
 
 
 def check_starts(op: str, cu: Operand, like: Operand | None = None) -> None:
@@ -633,11 +636,10 @@ def check_select_blocks(
     if len(k.shape) != 4 or k.shape[0] != batch or k.shape[3] != depth:
         fail(op, "k", f"({batch}, Hk, Sk, {depth})", k.shape)
     kv_heads = k.shape[1]
-    if heads != kv_heads if 0 in (heads, kv_heads) else heads % kv_heads != 0:
-        fail(op, "k", f"a number of heads that divides the {heads} of q", k.shape)
+    _check_group(op, k, heads)
     _check_device(op, k, q)
     for side in block:
-        if side not in (16, 32, 64, 128):
+        if side not in _SIDES:
             fail(op, "block", "16, 32, 64 or 128", side)
     for name, count in (("first", first), ("last", last)):
         if count < 0:

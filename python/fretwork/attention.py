@@ -21,7 +21,7 @@ from fretwork._torch.attention_by_length import (
 )
 from fretwork._torch.differentiable import called_with_tensors
 from fretwork.block_lists import BlockLists
-from fretwork.dynamic_attention import block_attention, block_attention_plainly, check_sinks
+from fretwork.dynamic_attention import block_attention, block_attention_plainly
 from fretwork.patterns import Pattern
 
 __all__ = ["alibi", "attention"]
@@ -212,9 +212,7 @@ def attention(
         elif pattern is not None:
             patterns = flat_patterns(op, pattern, q.shape)
         keys = pattern_keys(patterns)
-    if blocks is not None:
-        check_sinks(op, sinks, q, q.shape[1] if q.dim() == 4 else 0)
-    else:
+    if blocks is None:
         check_no_block(op, block)
     if scale is not None:
         scale = as_number(op, "scale", scale)

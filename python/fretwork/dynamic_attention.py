@@ -13,6 +13,7 @@ from fretwork._shapes import (
     check_block_pattern,
     check_blocks,
     check_bound,
+    check_extras,
     check_one_pattern,
     check_packed,
     check_qkv,
@@ -22,15 +23,7 @@ from fretwork._shapes import (
     check_starts,
     check_window,
 )
-from fretwork._torch.arguments import (
-    as_number,
-    autocasts,
-    check_tensor,
-    dtype_name,
-    pattern_keys,
-    precision_name,
-    torch_precision,
-)
+from fretwork._torch.arguments import as_number, check_tensor, pattern_keys, precision_name, torch_precision
 from fretwork._torch.differentiable import called_with_tensors
 from fretwork._torch.dynamic_attention import blocks_by_length_op, dynamic_attention_op, has_interval_rows
 from fretwork._torch.registration import as_autocast_has, operand
@@ -101,7 +94,8 @@ def selected_attention(
     q, k, v = as_autocast_has(q, k, v)
     check_selected(op, [operand(n, x) for n, x in zip("qkv", (q, k, v), strict=True)], operand("indices", indices))
     sizes = (1, check_side(op, block), int(flag(op, "causal", causal)), -1, -1, -1, -1)
-    check_sinks(op, sinks, q, q.shape[1])
+    if sinks is not None:
+        check_tensor(op, "sinks", sinks)
     number = None if scale is None else as_number(op, "scale", scale)
     o, lse = _attended(op, q, k, v, indices, None, None, sizes, number, sinks)
     return (o, lse) if return_lse else o
@@ -192,7 +186,8 @@ def varlen_attention(
         starts.append(_starts(op, operand("cu_k", cu_k), cu_k, q, operand("cu_q", cu_q)))
     bounds = *check_window(op, window), _longest(op, "max_q", max_q), _longest(op, "max_k", max_k)
     sizes = (1, 1, int(flag(op, "causal", causal)), *bounds)
-    check_sinks(op, sinks, q, q.shape[1])
+    if sinks is not None:
+        check_tensor(op, "sinks", sinks)
     number = None if scale is None else as_number(op, "scale", scale)
     o, lse = _attended(op, q, k, v, None, starts[0], starts[-1], sizes, number, sinks)
     return (o, lse) if return_lse else o
@@ -282,9 +277,9 @@ def block_attention(
     check_one_pattern(op, texts)
     q, k, v = as_autocast_has(q, k, v)
     known = [operand(name, x) for name, x in zip("qkv", (q, k, v), strict=True)]
-    _, _, rows, cols = check_qkv(op, known)
+    sizes = check_qkv(op, known)
     if patterns and not isinstance(patterns, str):
-        check_block_pattern(op, patterns[0], rows, cols, has_interval_rows(texts[0]))
+        check_block_pattern(op, patterns[0], *sizes[2:], has_interval_rows(texts[0]))
     if not isinstance(blocks, (Tensor, BlockLists)):
         fail(op, "blocks", "a bool tensor or fw.BlockLists", type(blocks).__name__, TypeError)
     if isinstance(blocks, BlockLists) and blocks.block not in (None, sides):
@@ -293,45 +288,21 @@ def block_attention(
     check_tensor(op, "blocks", table)
     check_blocks(op, known[0], known[1], operand("blocks", table), isinstance(blocks, BlockLists), sides)
     if options[-2] is not None and q.is_cuda:
-        k, v, options = _hide_padding(op, q, k, v, options)
+        check_extras(op, [operand("key_padding_mask", options[-2])], known[0], sizes)
+        k, v, options = _hide_padding(k, v, options)
     mask = blocks if isinstance(blocks, Tensor) else None
     lists = (None, None) if isinstance(blocks, Tensor) else (blocks.counts, blocks.indices)
-    sizes = (*sides, 0, -1, -1, -1, -1)
     attend = blocks_by_length_op if isinstance(patterns, str) else dynamic_attention_op
-    found = attend(q, k, v, texts[0], mask, *lists, None, None, None, sizes, *options)
+    found = attend(q, k, v, texts[0], mask, *lists, None, None, None, (*sides, 0, -1, -1, -1, -1), *options)
     return found  # type: ignore[no-any-return]
 
 
-def _hide_padding(
-    op: str, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]
-) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+def _hide_padding(k: Tensor, v: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """Padding as a bias of −inf, on keys and values without it: GPU kernels have no other way with blocks."""
     scale, bias, *others, padding, sinks = options
-    if padding.dtype != torch.bool:
-        fail(op, "key_padding_mask", "bool", dtype_name(padding.dtype))
-    if tuple(padding.shape) != (k.shape[0], k.shape[2]):
-        fail(op, "key_padding_mask", f"shape {(k.shape[0], k.shape[2])}, one for each key", tuple(padding.shape))
-    _check_device(op, "key_padding_mask", padding, q)
-    hidden = torch.zeros(padding.shape, device=q.device).masked_fill(padding, -torch.inf)[:, None, None]
+    hidden = torch.zeros(padding.shape, device=padding.device).masked_fill(padding, -torch.inf)[:, None, None]
     k, v = (t.masked_fill(padding[:, None, :, None], 0) for t in (k, v))
     return k, v, (scale, hidden if bias is None else (bias + hidden).to(bias.dtype), *others, None, sinks)
-
-
-def check_sinks(op: str, sinks: Tensor | None, q: Tensor, heads: int) -> None:
-    if sinks is None:
-        return
-    check_tensor(op, "sinks", sinks)
-    cast = autocasts(q) and sinks.dtype in (torch.float16, torch.bfloat16)
-    if not cast and sinks.dtype not in (q.dtype, torch.float32):
-        fail(op, "sinks", f"q's {dtype_name(q.dtype)}, or float32", dtype_name(sinks.dtype))
-    if tuple(sinks.shape) != (heads,):
-        fail(op, "sinks", f"shape {(heads,)}, one for each query head", tuple(sinks.shape))
-    _check_device(op, "sinks", sinks, q)
-
-
-def _check_device(op: str, argument: str, x: Tensor, like: Tensor) -> None:
-    if x.device != like.device:
-        fail(op, argument, f"a tensor on {like.device} like q", str(x.device))
 
 
 def _starts(op: str, known: Operand, cu: Tensor, q: Tensor, like: Operand | None = None) -> Tensor:

@@ -117,8 +117,8 @@ __device__ __forceinline__ void metadata_read(const u32 (&words)[kCount]) {
                : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "n"(kRight == Major::mn ? 1 : 0), \
                  "n"(kAdd ? 1 : 0))
 
-/// d[64 × kN] += left[64 × 16] · right[16 × kN]; the first of its kN / 2 registers is d[kAt]. Without kAdd, d is what
-/// it was no longer. Asynchronous.
+/// d[64 × kN] += left[64 × 16] · right[16 × kN]; the first of its kN / 2 registers is d[kAt]. Without kAdd, d is
+/// overwritten. Asynchronous.
 template <typename T, int kN, Major kLeft, Major kRight, int kAt = 0, bool kAdd = true, int kSize>
 __device__ __forceinline__ void multiply(float (&d)[kSize], u64 left, u64 right) {
   static_assert(kAt + kN / 2 <= kSize);

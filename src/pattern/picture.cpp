@@ -147,12 +147,12 @@ std::string svg_picture(const Occupancy& grid, const std::string& title) {
 
 std::string draw(const PatternPtr& pattern, const DrawOptions& options) {
   constexpr std::int64_t kMaxRows = 96;  // 48 lines
-  const Survey survey(check_pattern("draw", "pattern", pattern));
-  survey.check_head(options.head);
-  const Occupancy grid = survey.occupancy(options.head, kMaxRows, std::max<std::int64_t>(1, options.width - 2));
+  const PatternStats stats(check_pattern("draw", "pattern", pattern));
+  stats.check_head(options.head);
+  const Occupancy grid = stats.occupancy(options.head, kMaxRows, std::max<std::int64_t>(1, options.width - 2));
   std::string text = terminal_picture(grid, options.colour);
-  if (survey.heads() > 1) {
-    text += "head " + std::to_string(options.head) + " of " + std::to_string(survey.heads()) + "\n";
+  if (stats.heads() > 1) {
+    text += "head " + std::to_string(options.head) + " of " + std::to_string(stats.heads()) + "\n";
   }
   const auto* layout = dynamic_cast<const BlockLayout*>(pattern.get());
   if (grid.cell > (layout != nullptr ? layout->sizes().block_rows : 1)) {
@@ -165,10 +165,10 @@ std::string draw(const PatternPtr& pattern, const DrawOptions& options) {
 std::string draw_svg(const PatternPtr& pattern, std::int64_t head) {
   constexpr std::int64_t kMost = 256;  // squares to a side
   constexpr std::size_t kLongest = 120;
-  const Survey survey(check_pattern("draw_svg", "pattern", pattern));
-  survey.check_head(head);
+  const PatternStats stats(check_pattern("draw_svg", "pattern", pattern));
+  stats.check_head(head);
   const std::string& text = pattern->text();
-  return svg_picture(survey.occupancy(head, kMost, kMost),
+  return svg_picture(stats.occupancy(head, kMost, kMost),
                      text.size() > kLongest ? text.substr(0, kLongest) + "…" : text);
 }
 

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "pattern/survey.h"
+#include "pattern/pattern_stats.h"
 
 namespace fretwork {
 

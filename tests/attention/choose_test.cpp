@@ -1,5 +1,4 @@
 // Which kernels attention chooses on an H200, over the recording driver: both sides of each border.
-#include <dlfcn.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,7 +9,7 @@
 
 #include "fretwork/ops.h"
 #include "fretwork/patterns.h"
-#include "support/recording_driver.h"
+#include "support/recording_fixture.h"
 
 namespace fretwork {
 namespace {
@@ -26,40 +25,17 @@ struct Case {
   bool alibi = false, drops = false;
 };
 
-class AttentionChoice : public testing::Test {
+class AttentionChoice : public RecordedTest {
  protected:
-  void SetUp() override {
-    void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
-    const auto found = driver != nullptr ? dlsym(driver, "recorded_launches") : nullptr;
-    if (found == nullptr) {
-      GTEST_SKIP() << "not the recording driver: ctest loads it";
-    }
-    launches_ = reinterpret_cast<RecordedLaunches>(found);
-    context_ = Context::cuda(0);
-  }
-
-  TensorView tensor(DType dtype, std::vector<Index> sizes) {
-    TensorView view(nullptr, dtype, sizes, Device{DeviceType::cuda, 0});
-    memory_.push_back(
-        std::make_unique<Workspace>(context_, static_cast<std::size_t>(view.elements()) * size_of(dtype)));
-    view.data = memory_.back()->data();
-    return view;
-  }
   /// The kernels launched since `before`, without template arguments and namespaces.
   std::vector<std::string> kernels(std::size_t before) const {
-    const RecordedLaunch* first = nullptr;
-    const std::size_t count = launches_(&first);
     std::vector<std::string> names;
-    for (std::size_t n = before; n < count; ++n) {
-      std::string name = first[n].kernel;
+    for (const RecordedLaunch& launch : launches(before)) {
+      std::string name = launch.kernel;
       name = name.substr(0, name.find('<'));
       names.push_back(name.substr(name.rfind(':') + 1));
     }
     return names;
-  }
-  std::size_t count() const {
-    const RecordedLaunch* first = nullptr;
-    return launches_(&first);
   }
 
   /// Whether a pass launches the kernel.
@@ -91,10 +67,6 @@ class AttentionChoice : public testing::Test {
     const auto names = kernels(before);
     return std::ranges::find(names, kernel) != names.end();
   }
-
-  RecordedLaunches launches_ = nullptr;
-  Context context_;
-  std::vector<std::unique_ptr<Workspace>> memory_;
 };
 
 TEST_F(AttentionChoice, Forward) {

@@ -151,7 +151,7 @@ struct Trial {
     }
   }
 
-  /// NaN and infinity in the keys that nobody uses.
+  /// NaN and infinity in unused keys.
   void poison() {
     for (Index j = 0; j < cols; ++j) {
       bool used = false;

@@ -1,6 +1,5 @@
 // The choice of kernels for dsd and dds against recorded times: on a sample of random products, the kernel that the
 // cost model takes is about as fast as the fastest. Needs no GPU: the recording driver stands for an H200.
-#include <dlfcn.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -14,7 +13,7 @@
 
 #include "fretwork/ops.h"
 #include "fretwork/patterns.h"
-#include "support/recording_driver.h"
+#include "support/recording_fixture.h"
 
 namespace fretwork {
 namespace {
@@ -55,25 +54,20 @@ std::string way_of(std::string kernel) {
   return at == std::string::npos ? kernel : "portable, tiles of " + std::to_string(numbers(at)[2]) + " columns";
 }
 
-/// The kernels of a product over the recording driver, or none without it.
-template <typename Call>
-std::vector<std::string> kernels_of(const Call& call) {
-  void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
-  const auto launches =
-      driver == nullptr ? nullptr : reinterpret_cast<RecordedLaunches>(dlsym(driver, "recorded_launches"));
-  if (launches == nullptr) {
-    return {};
+class BlockChoice : public RecordedTest {
+ protected:
+  /// The kernels of a product.
+  template <typename Call>
+  std::vector<std::string> kernels_of(const Call& call) {
+    const std::size_t before = count();
+    call();
+    std::vector<std::string> names;
+    std::ranges::transform(launches(before), std::back_inserter(names), &RecordedLaunch::kernel);
+    return names;
   }
-  const RecordedLaunch* first = nullptr;
-  const std::size_t before = launches(&first);
-  call();
-  const std::size_t after = launches(&first);
-  std::vector<std::string> names;
-  std::transform(first + before, first + after, std::back_inserter(names), [](const auto& l) { return l.kernel; });
-  return names;
-}
+};
 
-TEST(BlockChoice, OneLongRowTakesNoRoomInAllOthers) {
+TEST_F(BlockChoice, OneLongRowTakesNoRoomInAllOthers) {
   constexpr Index kBlocks = 1500, kSize = 16 * kBlocks;
   std::vector<std::uint8_t> mask(kBlocks * kBlocks);
   std::fill_n(mask.begin(), 200, std::uint8_t{1});
@@ -82,51 +76,36 @@ TEST(BlockChoice, OneLongRowTakesNoRoomInAllOthers) {
   }
   const auto layout = BlockLayout::make({1, kBlocks, kBlocks, 16, 16}, mask);
   const auto names = kernels_of([&] {
-    Context context = Context::cuda(0);
-    const Workspace memory(context, static_cast<std::size_t>(2 * layout->nnz() * 256));
-    const Device device{DeviceType::cuda, 0};
-    const TensorView values(memory.data(), DType::f16, std::vector<Index>{layout->nnz(), 16, 16}, device);
-    const TensorView x(memory.data(), DType::f16, std::vector<Index>{kSize, 16}, device);
-    dsd(values, x, layout, x, context, {});
+    const TensorView values = tensor(DType::f16, {layout->nnz(), 16, 16}), x = tensor(DType::f16, {kSize, 16});
+    dsd(values, x, layout, x, context_, {});
   });
-  if (names.empty()) {
-    GTEST_SKIP() << "not the recording driver: ctest loads it";
-  }
   for (const std::string& name : names) {
     EXPECT_EQ(name.find("spmm_small"), std::string::npos) << name;
   }
 }
 
-TEST(BlockChoice, IsAboutAsFastAsTheBest) {
+TEST_F(BlockChoice, IsAboutAsFastAsTheBest) {
   const Json all = Json::parse(std::ifstream(FRETWORK_SOURCE_DIR "/bench/results/h200/block_candidates.json"));
   std::mt19937_64 random(1);
-  Context context = Context::cuda(0);
   std::vector<double> losses, leads;
   for (const Json& row : all.at("rows")) {
     const auto layout = layout_of(row, random);
     const Index block = row.at("block"), rows = row.at("rows"), cols = row.at("cols"), n = row.at("n");
     const std::string op = row.at("op");
-    const auto tensor = [&](std::vector<Index> sizes, Workspace& memory) {
-      TensorView view(memory.data(), DType::f16, sizes, Device{DeviceType::cuda, 0});
-      return view;
-    };
     const bool dds = op == "dds", transposed = op == "dsd, transposed";
     const Index depth = transposed ? rows : cols, result = transposed ? cols : rows;
-    Workspace v(context, static_cast<std::size_t>(2 * layout->nnz() * block * block));
-    Workspace x(context, static_cast<std::size_t>(2 * depth * n)), y(context, static_cast<std::size_t>(2 * result * n));
-    const TensorView values = tensor({layout->nnz(), block, block}, v);
+    memory_.clear();
+    const TensorView values = tensor(DType::f16, {layout->nnz(), block, block});
     MatmulOptions options;
     (dds ? options.trans_b : options.trans_a) = dds || transposed;
     const auto names = kernels_of([&] {
       if (dds) {
-        fretwork::dds(tensor({n, depth}, x), values, layout, tensor({n, result}, y), context, options);
+        fretwork::dds(tensor(DType::f16, {n, depth}), values, layout, tensor(DType::f16, {n, result}), context_,
+                      options);
       } else {
-        dsd(values, tensor({depth, n}, x), layout, tensor({result, n}, y), context, options);
+        dsd(values, tensor(DType::f16, {depth, n}), layout, tensor(DType::f16, {result, n}), context_, options);
       }
     });
-    if (names.empty()) {
-      GTEST_SKIP() << "not the recording driver: ctest loads it";
-    }
     const auto product = std::ranges::find_if(names, [](const auto& name) { return name.find("spmm") != name.npos; });
     ASSERT_NE(product, names.end());
     const std::string way = way_of(*product);

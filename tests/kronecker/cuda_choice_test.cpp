@@ -1,7 +1,6 @@
 // The ways of a Kronecker product: every one gives the result of the others, and their names and tables are understood.
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <cmath>
 #include <random>
 #include <set>
@@ -94,12 +93,6 @@ class Product {
     place(y_, y_bytes_, y_device_);
   }
   std::vector<Config> choices() const { return candidates(problem(), context_); }
-
-  double seconds(const Config& choice) {
-    const auto begin = std::chrono::steady_clock::now();
-    EXPECT_TRUE(run(problem(), context_, choice));
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  }
 
   /// The result, or nothing when this way does not take it; NaN where nothing was written.
   std::vector<double> result(const Config& choice) {
@@ -195,27 +188,6 @@ struct Shape {
   Sizes sizes;
   std::int64_t batch;
 };
-
-/// Short runs of δ fill no vectors, and small batches do not repay packed weights: taken for others, these products
-/// used to take two to nine times as long as the best way.
-TEST(CpuChoices, TheUsualOneIsNotFarFromTheBest) {
-  Context context = Context::cpu();
-  for (const auto& [sizes, batch] : {Shape{{1, 64, 64, 3}, 16},
-                                     {{1, 64, 64, 3}, 512},
-                                     {{2, 64, 64, 5}, 64},
-                                     {{1, 192, 48, 2}, 16},
-                                     {{1, 64, 64, 27}, 16},
-                                     {{4, 8, 8, 1}, 512}}) {
-    Product product(sizes, batch, DType::f32, false, context);
-    const Config lanes{Family::lanes, 192};
-    double usual = 1e9, other = 1e9;
-    for (int round = 0; round < 20; ++round) {
-      usual = std::min(usual, product.seconds({}));
-      other = std::min(other, product.seconds(lanes));
-    }
-    EXPECT_LT(usual, 1.6 * other) << sizes.b << "," << sizes.c << "," << sizes.d << " batch " << batch;
-  }
-}
 
 TEST(CpuChoices, AllGiveTheSame) {
   TbbExecutor executor(2);

@@ -81,7 +81,7 @@ struct Bits {
   void set(std::initializer_list<std::int64_t> index, std::uint64_t bits) {
     std::copy_n(reinterpret_cast<const unsigned char*>(&bits), size, at(index));
   }
-  /// Bytes that no element owns and that are no longer as they were.
+  /// Bytes that no element owns and that have changed.
   std::int64_t spoiled() {
     std::vector<bool> owned(bytes.size());
     for (std::int64_t n = 0; n < view.elements(); ++n) {

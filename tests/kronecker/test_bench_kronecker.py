@@ -101,7 +101,7 @@ def test_all_peers_and_resume(tmp_path, monkeypatch, capsys):
     assert len(measured) == 3 + 2 and measured[2:4] == [measured[2], measured[2]]  # four rows; the third one again
     rows = json.loads((tmp_path / "cpu" / "kronecker_paper.json").read_text())
     assert len(rows) == 4 and all(set(r["ms"]) == {"kernel", "einsum", "bmm"} for r in rows) and not partial.exists()
-    partial.write_text("{}\n" + json.dumps({**rows[0], "batch": 77}) + "\n")  # another run, which nobody resumed
+    partial.write_text("{}\n" + json.dumps({**rows[0], "batch": 77}) + "\n")  # another run, not resumed
     monkeypatch.setattr(sys, "argv", ["compare", *arguments, "--part", "1/376", "--layouts", "last"])
     compare.main()
     rows = json.loads((tmp_path / "cpu" / "kronecker_paper.json").read_text())

@@ -52,4 +52,4 @@ def test_medians_find_the_slower_call():
     times = _timing.medians(
         {"slow": lambda: time.sleep(0.004), "quick": lambda: time.sleep(0.001)}, torch.device("cpu"), seconds=0.2
     )
-    assert 1 <= times["quick"] < 4 <= times["slow"]
+    assert 1 <= times["quick"] < times["slow"] and times["slow"] >= 4  # a busy machine may wake later

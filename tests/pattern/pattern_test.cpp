@@ -3,7 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <random>
 
 #include "fretwork/c.h"
@@ -443,8 +442,7 @@ TEST(Text, FuzzParsesOrThrowsError) {
                                          "block@99aa06d3014798d86001c324468d497f"};
   std::mt19937 random(20240229);
   int parsed = 0, refused = 0;
-  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
-  while (std::chrono::steady_clock::now() < end) {
+  for (int n = 0; n < 100000; ++n) {
     const std::string text = mutate(good, random);
     if (is_large_random(text)) {
       continue;

@@ -114,7 +114,7 @@ def dense_attention(q, k, v, mask):
 
 
 def attends(pattern, mask, device, dtype=torch.float32, batch=1, heads=(2, 1), depth=16):
-    """fw.attention and its gradients against the dense mask; keys that nobody sees are NaN."""
+    """fw.attention and its gradients against the dense mask; unseen keys are NaN."""
     rows, cols = mask.shape
     shapes = (batch, heads[0], rows, depth), (batch, heads[1], cols, depth), (batch, heads[1], cols, depth + 8)
     tensors = [torch.randn(s, device=device).to(dtype).requires_grad_() for s in shapes]

@@ -226,7 +226,7 @@ def test_without_torch():
 
 
 def test_repr_is_short():
-    """A text that nobody could read is cut; what can be read is there to be typed again."""
+    """A long text is cut; what is short is there to be typed again."""
     for text in ("causal(64)", "document((1,2,3))", "from_mask((2,2),~N)", "vertical_slash(64,(0,8,16),(0,1))"):
         assert repr(fw.Pattern.parse(text)) == f"Pattern('{text}')"
     mask = torch.zeros(600, 700, dtype=torch.bool)

@@ -1,5 +1,4 @@
 // FRETWORK_EXPLAIN over the recording driver: every op that chooses by cost says what it could take, and what it took.
-#include <dlfcn.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -16,7 +15,7 @@
 #include "fretwork/patterns.h"
 #include "fretwork/two_four.h"
 #include "runtime/choose.h"
-#include "support/recording_driver.h"
+#include "support/recording_fixture.h"
 
 namespace fretwork {
 namespace {
@@ -64,31 +63,9 @@ std::optional<Explanation> parse(const std::string& text) {
   return found;
 }
 
-class Explain : public testing::Test {
+class Explain : public RecordedTest {
  protected:
-  void SetUp() override {
-    void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
-    const auto find = [&](const char* name) { return driver != nullptr ? dlsym(driver, name) : nullptr; };
-    if (find("recorded_launches") == nullptr) {
-      GTEST_SKIP() << "not the recording driver: ctest loads it";
-    }
-    launches_ = reinterpret_cast<RecordedLaunches>(find("recorded_launches"));
-    capture_ = reinterpret_cast<RecordCapture>(find("record_capture"));
-    context_ = Context::cuda(0);
-  }
   void TearDown() override { explain_calls(false); }
-
-  TensorView tensor(DType dtype, std::vector<Index> sizes) {
-    TensorView view(nullptr, dtype, sizes, Device{DeviceType::cuda, 0});
-    memory_.push_back(
-        std::make_unique<Workspace>(context_, static_cast<std::size_t>(view.elements()) * size_of(dtype)));
-    view.data = memory_.back()->data();
-    return view;
-  }
-  std::size_t count() const {
-    const RecordedLaunch* first = nullptr;
-    return launches_(&first);
-  }
   static std::string printed(const std::function<void()>& call) {
     testing::internal::CaptureStderr();
     call();
@@ -116,10 +93,7 @@ class Explain : public testing::Test {
     return *found;
   }
 
-  RecordedLaunches launches_ = nullptr;
-  RecordCapture capture_ = nullptr;
-  Context context_;
-  std::vector<std::unique_ptr<Workspace>> memory_;
+  const RecordCapture capture_ = find<RecordCapture>("record_capture");
 };
 
 constexpr const char* kTime = "took 100.0 µs";  // a tenth of the recording driver's millisecond

@@ -1,6 +1,5 @@
 // The host side of the GPU ops on a machine without one, over the recording driver: random problems reach a launch, of
 // a kernel that is listed, with a grid, a CTA and shared memory that an H200 has.
-#include <dlfcn.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -15,30 +14,18 @@
 #include "fretwork/ops.h"
 #include "fretwork/patterns.h"
 #include "runtime/kernels.h"
-#include "support/recording_driver.h"
+#include "support/recording_fixture.h"
 
 namespace fretwork {
 namespace {
 
 using Index = std::int64_t;
 
-class RecordedOps : public testing::Test {
+class RecordedOps : public RecordedTest {
  protected:
   void SetUp() override {
-    void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
-    const auto found = driver != nullptr ? dlsym(driver, "recorded_launches") : nullptr;
-    if (found == nullptr) {
-      GTEST_SKIP() << "not the recording driver: ctest loads it";
-    }
-    launches_ = reinterpret_cast<RecordedLaunches>(found);
-    before_ = launches().size();
-    context_ = Context::cuda(0);
-  }
-  /// Those of this test.
-  std::vector<RecordedLaunch> launches() const {
-    const RecordedLaunch* first = nullptr;
-    const std::size_t count = launches_(&first);
-    return {first + before_, first + count};
+    RecordedTest::SetUp();
+    before_ = IsSkipped() ? 0 : count();
   }
   void TearDown() override {
     if (launches_ == nullptr) {
@@ -52,8 +39,8 @@ class RecordedOps : public testing::Test {
     for (const ListedKernel& kernel : all_kernels("sm_90a")) {
       listed.insert(plain(kernel.spec.instance));
     }
-    EXPECT_FALSE(launches().empty());
-    for (const RecordedLaunch& launch : launches()) {
+    EXPECT_FALSE(launches(before_).empty());
+    for (const RecordedLaunch& launch : launches(before_)) {
       EXPECT_TRUE(listed.contains(plain(launch.kernel))) << launch.kernel << " is not listed";
       EXPECT_TRUE(launch.grid > 0 && launch.threads > 0 && launch.threads <= 1024 && launch.threads % 32 == 0 &&
                   launch.shared_bytes <= 227 * 1024)
@@ -72,14 +59,6 @@ class RecordedOps : public testing::Test {
     mask.front() = 1;
     return BlockLayout::make({heads, rows, cols, block, block}, mask);
   }
-  /// Contiguous, of memory that nobody reads.
-  TensorView tensor(DType dtype, std::vector<Index> sizes) {
-    TensorView view(nullptr, dtype, sizes, Device{DeviceType::cuda, 0});
-    memory_.push_back(
-        std::make_unique<Workspace>(context_, static_cast<std::size_t>(view.elements() + 8) * size_of(dtype)));
-    view.data = memory_.back()->data();
-    return view;
-  }
   /// NCHW, or with its channels last.
   TensorView image(DType dtype, std::vector<Index> sizes) {
     TensorView view = tensor(dtype, sizes);
@@ -90,9 +69,6 @@ class RecordedOps : public testing::Test {
   }
 
   std::mt19937 random_{5};
-  Context context_;
-  std::vector<std::unique_ptr<Workspace>> memory_;
-  RecordedLaunches launches_ = nullptr;
   std::size_t before_ = 0;
 };
 

@@ -17,7 +17,7 @@ namespace {
 
 using Index = std::int64_t;
 
-/// A product of aligned operands in memory that nobody reads, b along k and c along m as in a linear layer.
+/// A product of aligned operands in memory that is never read, b along k and c along m as in a linear layer.
 Problem linear(Index m, Index k, Index n, DType dtype = DType::bf16) {
   Problem p;
   const auto place = [](std::uintptr_t which) { return reinterpret_cast<void*>(which << 20); };

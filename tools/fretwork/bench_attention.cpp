@@ -203,7 +203,7 @@ void bench_patterns(AttentionBench options) {
                .note = kFloor}});
 }
 
-/// Patterns of 2²⁰ tokens by name; the number makes another one of the same kind, which nobody has planned yet.
+/// Patterns of 2²⁰ tokens by name; the number makes another one of the same kind, which is not planned yet.
 struct LongPattern {
   const char* name;
   std::function<RegularPtr(std::int64_t)> make;

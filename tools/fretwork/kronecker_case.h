@@ -24,7 +24,7 @@ double bytes_of(const KroneckerCase& one, DType dtype);
 /// What a measurement allocates.
 double memory_of(const KroneckerCase& one, DType dtype);
 
-/// Rows of x where nobody says how many.
+/// Rows of x unless the command line says how many.
 std::int64_t usual_batch(Device device);
 /// Throws Error, which `command` begins, when the device has less memory than a measurement allocates.
 void check_fits(const KroneckerCase& one, DType dtype, Device device, const char* command);

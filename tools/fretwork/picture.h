@@ -4,7 +4,7 @@
 #include <filesystem>
 #include <string>
 
-#include "pattern/survey.h"
+#include "pattern/pattern_stats.h"
 
 namespace fretwork::cli {
 

@@ -13,8 +13,8 @@
 #include "fretwork/error.h"
 #include "fretwork/ops.h"
 #include "fretwork/tensor.h"
+#include "pattern/pattern_stats.h"
 #include "pattern/picture.h"
-#include "pattern/survey.h"
 #include "pattern/text.h"
 #include "picture.h"
 #include "terminal.h"
@@ -90,7 +90,7 @@ std::string head_line(const HeadFacts& facts, const char* unit) {
                      count_text(facts.longest_row), unit, empty);
 }
 
-void print_facts(const PatternPtr& shown, const Survey& survey) {
+void print_facts(const PatternPtr& shown, const PatternStats& stats) {
   const Pattern& pattern = *shown;
   constexpr std::int64_t kHeadsListed = 8;
   const auto [unit, elements] = units_of(pattern);
@@ -120,25 +120,25 @@ void print_facts(const PatternPtr& shown, const Survey& survey) {
     each("parts", parts, parts.find('\n') + 1);
     each("cost", attention_cost(shown), 0);
   }
-  const std::int64_t all = survey.heads() * survey.rows() * survey.cols() / elements;
+  const std::int64_t all = stats.heads() * stats.rows() * stats.cols() / elements;
   line("nnz", fmt::format("{} of {} {}", count_text(pattern.nnz()), count_text(all), unit));
   line("density", fmt::format("{:.4g} %", 100 * pattern.density()));
   const double stored = 2.0 * static_cast<double>(pattern.nnz()) * static_cast<double>(elements);
-  const double dense = 2.0 * static_cast<double>(survey.heads()) * static_cast<double>(survey.rows()) *
-                       static_cast<double>(survey.cols());
+  const double dense =
+      2.0 * static_cast<double>(stats.heads()) * static_cast<double>(stats.rows()) * static_cast<double>(stats.cols());
   if (regular == nullptr) {  // whose scores are not stored
     line("fp16", fmt::format("{} stored, {} if dense", bytes_text(stored), bytes_text(dense)));
   }
-  for (std::int64_t h = 0; kronecker == nullptr && h < std::min(survey.heads(), kHeadsListed); ++h) {
-    line(regular != nullptr ? "rows" : fmt::format("head {}", h).c_str(), head_line(survey.facts(h), unit));
+  for (std::int64_t h = 0; kronecker == nullptr && h < std::min(stats.heads(), kHeadsListed); ++h) {
+    line(regular != nullptr ? "rows" : fmt::format("head {}", h).c_str(), head_line(stats.facts(h), unit));
   }
-  if (survey.heads() > kHeadsListed) {
-    line("", fmt::format("… and {} more (all of them with --json)", survey.heads() - kHeadsListed));
+  if (stats.heads() > kHeadsListed) {
+    line("", fmt::format("… and {} more (all of them with --json)", stats.heads() - kHeadsListed));
   }
   line("text", shortened(pattern.text(), 60));
 }
 
-void print_json(const Pattern& pattern, const Survey& survey) {
+void print_json(const Pattern& pattern, const PatternStats& stats) {
   const auto [unit, elements] = units_of(pattern);
   nlohmann::ordered_json json = {{"kind", kind_of(pattern)},
                                  {"shape", std::vector(pattern.shape().begin(), pattern.shape().end())},
@@ -155,8 +155,8 @@ void print_json(const Pattern& pattern, const Survey& survey) {
     const auto& [a, b, c, d] = kronecker->sizes();
     json["weight_shape"] = {a, b, c, d};
   }
-  for (std::int64_t h = 0; h < survey.heads(); ++h) {
-    const HeadFacts facts = survey.facts(h);
+  for (std::int64_t h = 0; h < stats.heads(); ++h) {
+    const HeadFacts facts = stats.facts(h);
     json["heads"].push_back({{"nnz", facts.nnz},
                              {"shortest_row", facts.shortest_row},
                              {"longest_row", facts.longest_row},
@@ -309,20 +309,20 @@ void show(const ShowOptions& options) {
     return show_two_four(options);
   }
   const PatternPtr pattern = read_pattern(options.patterns.front());
-  const Survey survey(*pattern);
-  check_head(options, survey.heads());
-  const bool empty = survey.heads() * survey.rows() * survey.cols() == 0;
+  const PatternStats stats(*pattern);
+  check_head(options, stats.heads());
+  const bool empty = stats.heads() * stats.rows() * stats.cols() == 0;
   if (options.json) {
-    print_json(*pattern, survey);
+    print_json(*pattern, stats);
   } else {
-    print_facts(pattern, survey);
+    print_facts(pattern, stats);
     if (!empty) {
       const int width = options.width > 0 ? options.width : terminal_width();
       fmt::print("{}", draw(pattern, {options.head, width, wants_colour()}));
     }
   }
   write_pictures(options, empty, pattern->shape(), shortened(pattern->text(), 120), 1024, 256,
-                 [&](std::int64_t most) { return survey.occupancy(options.head, most, most); });
+                 [&](std::int64_t most) { return stats.occupancy(options.head, most, most); });
 }
 
 }  // namespace

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "fretwork/tensor.h"
-#include "pattern/survey.h"
+#include "pattern/pattern_stats.h"
 
 namespace fretwork::cli {
 

@@ -1,6 +1,6 @@
 """torch's rules for attention over regular patterns."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,14 @@ def attention_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Tensors like the output and lse, whatever the pattern."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide)
+
+
+def gradients_like(q: Tensor, others: Sequence[Tensor | None], needs: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Tensors like the gradients of those that need one, empty ones for the others."""
+    return tuple(
+        torch.empty_like(t, memory_format=torch.contiguous_format) if wanted and t is not None else q.new_empty(0)
+        for t, wanted in zip((q, *others), needs, strict=True)
+    )
 
 
 @attention_op.register_fake
@@ -57,10 +65,7 @@ def attention_backward_fake(
 ) -> tuple[Tensor, ...]:
     bias, needs = rest[2], rest[8:12]
     sinks, needs_sinks = rest[13:15] if len(rest) > 14 else (None, False)
-    return tuple(
-        torch.empty_like(t, memory_format=torch.contiguous_format) if wanted and t is not None else q.new_empty(0)
-        for t, wanted in zip((q, k, v, bias, sinks), (*needs, needs_sinks), strict=True)
-    )
+    return gradients_like(q, (k, v, bias, sinks), (*needs, needs_sinks))
 
 
 def attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -178,10 +183,7 @@ def _output_fake(q: Tensor, k: Tensor, v: Tensor, patterns: str, precision: str)
 def _output_backward_fake(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, patterns: str, needs: int
 ) -> tuple[Tensor, ...]:
-    return tuple(
-        torch.empty_like(t, memory_format=torch.contiguous_format) if needs >> n & 1 else q.new_empty(0)
-        for n, t in enumerate((q, k, v))
-    )
+    return gradients_like(q, (k, v), (needs & 1, needs & 2, needs & 4))
 
 
 _plain_output, _plain_output_backward = (
@@ -251,10 +253,6 @@ def _attention_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tup
     return tuple(t.unflatten(0, (size, batch)) for t in found), (0, 0)
 
 
-def _attention_backward_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-    return one_by_one(attention_backward_op, info.batch_size, in_dims, arguments)
-
-
 def lowered_operands(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -274,5 +272,5 @@ def attention_cast(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Any, ..
 attention_op.register_gradient(gradient_rule(attention_backward_op), attention_setup)
 attention_backward_op.register_gradient(attention_second)
 attention_op.register_vmap(_attention_vmap)
-attention_backward_op.register_vmap(_attention_backward_vmap)
+attention_backward_op.register_vmap()
 attention_op.register_autocast(attention_cast)

@@ -25,7 +25,6 @@ from fretwork._torch.attention import (
 )
 from fretwork._torch.differentiable import DifferentiableOp
 from fretwork._torch.registration import operand
-from fretwork._torch.vmap import one_by_one
 from fretwork.patterns import Pattern, causal, full
 
 OfLength = Callable[[int, int], Pattern | Sequence[Pattern]]
@@ -106,17 +105,9 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return attention_results(q, v)
 
 
-def _vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-    return one_by_one(by_length_op, info.batch_size, in_dims, arguments)
-
-
-def _backward_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-    return one_by_one(by_length_backward_op, info.batch_size, in_dims, arguments)
-
-
 by_length_backward_op.register_fake(attention_backward_fake)
 by_length_op.register_gradient(gradient_rule(by_length_backward_op), attention_setup)
 by_length_backward_op.register_gradient(attention_second)
-by_length_op.register_vmap(_vmap)
-by_length_backward_op.register_vmap(_backward_vmap)
+by_length_op.register_vmap()
+by_length_backward_op.register_vmap()
 by_length_op.register_autocast(attention_cast)

@@ -17,6 +17,7 @@ from torch.compiler import is_compiling
 from fretwork._torch.arguments import autocasts
 from fretwork._torch.private import alive, any_requires_grad, bare, in_autocast, in_eager, node_apply
 from fretwork._torch.registration import ops, register_autocast
+from fretwork._torch.vmap import one_by_one
 
 Rule = Callable[..., Any]
 
@@ -86,8 +87,13 @@ class DifferentiableOp:
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         self.node = node_apply(type(self.name, (torch.autograd.Function,), methods))
 
-    def register_vmap(self, rule: Rule) -> None:
-        torch.library.register_vmap(f"fretwork::{self.name}", rule)
+    def register_vmap(self, rule: Rule | None = None) -> None:
+        """Without a rule, elements are computed one by one."""
+
+        def each(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+            return one_by_one(self, info.batch_size, in_dims, arguments)
+
+        torch.library.register_vmap(f"fretwork::{self.name}", rule or each)
 
     def register_autocast(self, cast: Rule) -> None:
         """`cast` takes the op's arguments, and gives those that it has under autocast."""

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from fretwork import _shapes
 from fretwork._torch.arguments import pattern_keys
+from fretwork._torch.attention import attention_results, gradients_like, lowered_operands
 from fretwork._torch.attention_by_length import by_length
 from fretwork._torch.differentiable import DifferentiableOp, called_plainly
-from fretwork._torch.registration import lowered, operand
+from fretwork._torch.registration import operand
 from fretwork._torch.vmap import mapped, one_by_one, sample_shape
 from fretwork.patterns import Pattern
 
@@ -32,16 +33,15 @@ def _function(selected: object, cu_q: object) -> str:
 def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     op = _function(rest[4], rest[5])
     known = [operand(name, t) for name, t in zip("qkv", (q, k, v), strict=True)]
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if rest[5] is not None:  # documents are packed, rows first
-        _shapes.check_packed(op, known)
-        rows, heads, _ = q.shape
-        return q.new_empty((rows, heads, v.shape[2])), q.new_empty((heads, rows), dtype=wide)
-    sizes = _shapes.check_qkv(op, known)
+    packed = rest[5] is not None  # documents are, rows first
+    sizes = _shapes.check_packed(op, known) if packed else _shapes.check_qkv(op, known)
     given = {"bias": rest[_BIAS - 3], "slopes": rest[_SLOPES - 3], "key_padding_mask": rest[_PADDING - 3]}
     given["sinks"] = rest[_SINKS - 3]
     _shapes.check_extras(op, [operand(name, t) for name, t in given.items() if t is not None], known[0], sizes)
-    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide)
+    if not packed:
+        return attention_results(q, v)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty((q.shape[1], q.shape[0]), dtype=wide)
 
 
 @dynamic_attention_backward_op.register_fake
@@ -49,16 +49,13 @@ def _backward_fake(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
     bias, sinks, needs = rest[_BIAS - 3], rest[_SINKS - 3], rest[-5:]
-    return tuple(
-        torch.empty_like(t, memory_format=torch.contiguous_format) if wanted and t is not None else q.new_empty(0)
-        for t, wanted in zip((q, k, v, bias, sinks), needs, strict=True)
-    )
+    return gradients_like(q, (k, v, bias, sinks), needs)
 
 
 # Places among the arguments: q, k, v, pattern, mask, counts, indices, selected, cu_q, cu_k, sizes, scale, bias, slopes,
 # softcap, dropout_p, seed, precision, key_padding_mask, sinks.
-_KNOWN = range(4, 10)
 _BIAS, _SLOPES, _SEED, _PADDING, _SINKS = 12, 13, 16, 18, 19
+_LEARNED = (0, 1, 2, _BIAS, _SINKS)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -82,13 +79,12 @@ def _gradient(
         d_out = torch.zeros_like(out)
     if 0 in d_out.stride():  # one number for many, as a sum's gradient is: kernels read rows
         d_out = d_out.contiguous()
-    learned = (0, 1, 2, _BIAS, _SINKS)
-    needs = tuple(ctx.needs_input_grad[n] for n in learned)
+    needs = tuple(ctx.needs_input_grad[n] for n in _LEARNED)
     plainly = not torch.is_grad_enabled() and called_plainly((q, k, v, d_out, d_lse, *rest))
     op: Any = backward.plain if plainly else backward
     found = op(q, k, v, out, lse, d_out, d_lse, *rest, *needs)
     gradients = list(nothing)
-    for at, gradient, needed in zip(learned, found, needs, strict=True):
+    for at, gradient, needed in zip(_LEARNED, found, needs, strict=True):
         gradients[at] = gradient if needed else None
     return tuple(gradients)
 
@@ -126,24 +122,16 @@ def _vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, An
     return tuple(t.unflatten(0, (size, batch)) for t in found), (0, 0)
 
 
-def _backward_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-    in_dims = tuple(d if isinstance(d, int) else None for d in in_dims)
-    return one_by_one(dynamic_attention_backward_op, info.batch_size, in_dims, arguments)
-
-
 def _cast(*arguments: Any) -> tuple[Any, ...]:
-    dtype = torch.get_autocast_dtype(arguments[0].device.type)
-    given = [lowered(t, dtype) if n < 3 else t for n, t in enumerate(arguments)]
-    for n in (_BIAS, _SINKS):
-        if given[n] is not None and given[n].dtype != torch.float32:  # which goes with every type
-            given[n] = lowered(given[n], dtype)
+    given = list(arguments)
+    given[0], given[1], given[2], given[_BIAS], given[_SINKS] = lowered_operands(*(given[n] for n in _LEARNED))
     return tuple(given)
 
 
 dynamic_attention_op.register_gradient(_gradient, _setup)
 dynamic_attention_backward_op.register_gradient(_second, _setup_second)
 dynamic_attention_op.register_vmap(_vmap)
-dynamic_attention_backward_op.register_vmap(_backward_vmap)
+dynamic_attention_backward_op.register_vmap()
 dynamic_attention_op.register_autocast(_cast)
 
 
@@ -167,20 +155,10 @@ def _by_length_gradient(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) ->
     return _gradient(ctx, d_out, d_lse, _blocks_by_length_backward_op)
 
 
-def _by_length_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-    in_dims = tuple(d if isinstance(d, int) else None for d in in_dims)
-    return one_by_one(blocks_by_length_op, info.batch_size, in_dims, arguments)
-
-
-def _by_length_backward_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-    in_dims = tuple(d if isinstance(d, int) else None for d in in_dims)
-    return one_by_one(_blocks_by_length_backward_op, info.batch_size, in_dims, arguments)
-
-
 blocks_by_length_op.register_fake(_fake)
 _blocks_by_length_backward_op.register_fake(_backward_fake)
 blocks_by_length_op.register_gradient(_by_length_gradient, _setup)
 _blocks_by_length_backward_op.register_gradient(_second, _setup_second)
-blocks_by_length_op.register_vmap(_by_length_vmap)
-_blocks_by_length_backward_op.register_vmap(_by_length_backward_vmap)
+blocks_by_length_op.register_vmap()
+_blocks_by_length_backward_op.register_vmap()
 blocks_by_length_op.register_autocast(_cast)

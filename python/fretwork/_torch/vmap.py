@@ -13,13 +13,16 @@ def sample_shape(tensor: Tensor, dim: int | None) -> list[int]:
 
 
 def one_by_one(call: Callable[..., Any], size: int, in_dims: Any, arguments: Any) -> tuple[Any, Any]:
-    """A call for each of `size` elements; where there are none, a call of zeros shows the shapes."""
+    """A call for each of `size` elements; where there are none, a call of zeros shows the shapes.
+
+    What is no tensor is not mapped; of a list of numbers, `in_dims` has a list.
+    """
 
     def element(a: Tensor, d: int, n: int) -> Tensor:
         return a.select(d, n) if size else a.new_zeros(sample_shape(a, d))
 
     results = [
-        call(*(a if d is None else element(a, d, n) for a, d in zip(arguments, in_dims, strict=True)))
+        call(*(element(a, d, n) if isinstance(d, int) else a for a, d in zip(arguments, in_dims, strict=True)))
         for n in range(max(size, 1))
     ]
     if isinstance(results[0], Tensor):

@@ -27,7 +27,7 @@ _log = logging.getLogger("fretwork")
 @register_quantization_config(_METHOD)
 class StructureConfig(QuantizationConfigMixin):
     """What `fw.structure` tells, in the form that transformers has for changed weights: it refuses to load such a model
-    where nobody has registered the method, and lets the method replace modules before weights are read."""
+    where the method is not registered, and lets the method replace modules before weights are read."""
 
     def __init__(self, structure: Mapping[str, Any] | None = None, **_: Any) -> None:
         self.quant_method = _METHOD  # type: ignore[assignment]

@@ -105,7 +105,7 @@ class TwoFour:
         return (lines, 2 * half) if self.dim else (2 * half, lines)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype[Any]:
         return self.values.dtype
 
     @property

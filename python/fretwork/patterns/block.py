@@ -13,6 +13,9 @@ from fretwork.patterns.pattern import Pattern, parsed
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import ArrayLike
+
+    Mask = torch.Tensor | ArrayLike  # of 0 and 1
 
 
 class BlockLayout(Pattern, family="block"):
@@ -33,7 +36,7 @@ class BlockLayout(Pattern, family="block"):
     _grid: tuple[int, int, int]
     _block: tuple[int, int]
 
-    def __init__(self, mask: Any, block: int | tuple[int, int] = 32) -> None:
+    def __init__(self, mask: Mask, block: int | tuple[int, int] = 32) -> None:
         bits, sides = _mask_bits(mask), block_sides("BlockLayout", block)
         sizes = (ctypes.c_int64 * 5)(*bits.shape, *sides)
         with owned(core().fretwork_block_layout(sizes, bits.ctypes.data)) as handle:
@@ -46,7 +49,7 @@ class BlockLayout(Pattern, family="block"):
         self._set(_grid=tuple(sizes[:3]), _block=tuple(sizes[3:]))
 
     @classmethod
-    def for_conv2d(cls, mask: Any, block: int | tuple[int, int] = 32) -> BlockLayout:
+    def for_conv2d(cls, mask: Mask, block: int | tuple[int, int] = 32) -> BlockLayout:
         """The layout of a convolution's weight, from a mask (out blocks, in blocks, kh, kw) of 0 and 1.
 
         It has a head for each kernel position (r, s), r·kw + s; a block is (output channels, input channels).

@@ -312,7 +312,7 @@ class Pattern:
         return self
 
     def __repr__(self) -> str:
-        """The text; one whose bits or numbers nobody would read is cut, and its facts follow.
+        """The text; long bits or numbers are cut, and its facts follow.
 
         >>> import fretwork as fw
         >>> fw.patterns.causal(64), fw.patterns.from_mask(fw.patterns.causal(64).mask())

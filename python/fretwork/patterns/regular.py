@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
     from torch.nn.attention.flex_attention import BlockMask
 
+    from fretwork.patterns.block import Mask
+
     Array = torch.Tensor | np.ndarray | Iterable[int]
 
 Seq = int | tuple[int, int]
@@ -278,7 +280,7 @@ def acsr(start: Array, stride: Array, count: Array, cols: int) -> Pattern:
     return from_handle(core().fretwork_pattern_from_acsr(*pointers, len(arrays[0]), whole_number("acsr", "cols", cols)))
 
 
-def from_mask(mask: torch.Tensor | np.ndarray | Any) -> Pattern:
+def from_mask(mask: Mask) -> Pattern:
     """A boolean matrix (Sq, Sk), analysed: bands, rectangles and what is left of it.
 
     >>> p = from_mask([[1, 0], [1, 1]])

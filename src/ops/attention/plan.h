@@ -48,7 +48,7 @@ struct Run {
 /// Which elements (m, n) of a tile pair are there: low ≤ n − m ≤ high and n < limit; or, where rows ≥ 0, those of
 /// interval rows + m in Plan::intervals; or, where bits ≥ 0, those whose bit is set: bit n % 32 of word bits + (m·cols
 /// + n) / 32 in Plan::bits. Places that are not inside never have theirs set (rows that are not inside may satisfy low
-/// ≤ n − m ≤ high: nobody stores them).
+/// ≤ n − m ≤ high: they are never stored).
 struct Mask {
   std::int32_t low, high, limit;
   std::int32_t bits = -1, rows = -1;

@@ -226,8 +226,22 @@ HWY_INLINE hn::Vec<D> LoadAround(D d, const T* run, std::int64_t from, std::int6
 #endif
 }
 
-/// Outputs from `col` on, kVectors vectors of them. A vector repeats runs of kRun elements of x, or a part of an odd
-/// one, or it reads a part of a long run; of a whole vector if kRun is 0.
+/// What a vector of outputs reads of a run of x: it repeats runs of kRun elements, or picks those of an `odd` one,
+/// which `whole` holds; or it reads a part of a long run from `place` on, a whole vector if kRun is 0.
+template <int kRun, typename T, class V, class Odd>
+HWY_INLINE V OfRun(const T* run, std::int64_t place, std::int64_t period, V whole, Odd odd) {
+  const Tag<T> d;
+  if constexpr (kRun == kOddRun) {
+    return hn::TableLookupLanes(whole, odd);
+  } else if constexpr (kRun == kLongRun) {
+    return LoadAround(d, run, place, period);
+  } else {
+    constexpr int kLength = kRun == 0 ? int{kLanes<T>} : kRun;
+    return Repeat<kLength>(d, run + place);
+  }
+}
+
+/// Outputs from `col` on, kVectors vectors of them.
 template <typename In, typename T, int kVectors, int kBatch, int kRun>
 void AcrossVectors(const Dots& p, const OddRuns<T>& runs, std::int64_t first, std::int64_t col) {
   const Tag<T> d;
@@ -262,23 +276,10 @@ void AcrossVectors(const Dots& p, const OddRuns<T>& runs, std::int64_t first, st
 #pragma GCC unroll 4
         for (int n = 0; n < kBatch; ++n) {
           const T* const run = of_x + n * p.x_stride;
-          if constexpr (kRun == kOddRun) {
-            const auto whole = LoadSome(d, run, p.period);
+          const auto whole = kRun == kOddRun ? LoadSome(d, run, p.period) : hn::Zero(d);
 #pragma GCC unroll 4
-            for (int v = 0; v < kVectors; ++v) {
-              sum[n][v] = hn::MulAdd(weights[v], hn::TableLookupLanes(whole, odd[v]), sum[n][v]);
-            }
-          } else if constexpr (kRun == kLongRun) {
-#pragma GCC unroll 4
-            for (int v = 0; v < kVectors; ++v) {
-              sum[n][v] = hn::MulAdd(weights[v], LoadAround(d, run, place[v], p.period), sum[n][v]);
-            }
-          } else {
-#pragma GCC unroll 4
-            for (int v = 0; v < kVectors; ++v) {
-              const auto of_run = Repeat < kRun == 0 ? int{kLanes<T>} : kRun > (d, run + place[v]);
-              sum[n][v] = hn::MulAdd(weights[v], of_run, sum[n][v]);
-            }
+          for (int v = 0; v < kVectors; ++v) {
+            sum[n][v] = hn::MulAdd(weights[v], OfRun<kRun>(run, place[v], p.period, whole, odd[v]), sum[n][v]);
           }
         }
       }

@@ -104,12 +104,10 @@ class Backward {
       }
     }
     if (b_.d_k.data != nullptr || b_.d_v.data != nullptr || (bias_ && bias_->by_key())) {
-      const Acc* const lse = gradients_.lse();
-      const bool blind =
-          std::any_of(lse, lse + p_.batch * p_.heads * p_.rows, [](Acc x) { return std::isinf(x) && x > 0; });
-      lse_of_blind_ = blind ? lse : nullptr;
+      const Acc *const lse = gradients_.lse(), *const end = lse + p_.batch * p_.heads * p_.rows;
+      const bool blind = std::find(lse, end, std::numeric_limits<Acc>::infinity()) != end;
       for (const PlanRange& range : batch_ranges(transposed, p_.batch, p_.heads)) {
-        run(range, true);
+        run(range, true, blind ? lse : nullptr);
       }
       clear_padding(b_.d_k, p_.depth);
       clear_padding(b_.d_v, p_.value_depth);
@@ -372,7 +370,8 @@ class Backward {
     }
   }
 
-  void run(const PlanRange& range, bool transposed) {
+  /// `lse`: of all queries, where some see no key and columns are queries.
+  void run(const PlanRange& range, bool transposed, const Acc* lse = nullptr) {
     std::deque<Layers> all;
     std::int64_t places = 0;
     for (const PlanHeads& set : head_sets(range.things, p_.heads)) {
@@ -380,7 +379,7 @@ class Backward {
       Layers& layers = all.emplace_back(set);
       layers.whole = ends_whole(components);
       for (const Component* component : components) {
-        layers.layers.emplace_back(p_, *set.thing, *component, transposed, machine_, lse_of_blind_);
+        layers.layers.emplace_back(p_, *set.thing, *component, transposed, machine_, lse);
         places = std::max(places, layers.layers.back().columns.places());
       }
     }
@@ -663,7 +662,6 @@ class Backward {
   Machine<Acc> machine_;
   Split keys_, values_;
   ScoreGradients<Acc> gradients_;
-  const Acc* lse_of_blind_ = nullptr;  ///< of all queries, where some see no key
   std::optional<BiasSums<Acc>> bias_;
 };
 

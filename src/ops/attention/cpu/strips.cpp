@@ -453,7 +453,7 @@ Columns<Acc>::Columns(const Problem& problem, const Plan& plan, const Component&
     : p_(problem),
       component_(component),
       side_(plan.shape.cols),
-      lse_(transposed ? lse : nullptr),
+      lse_(lse),
       tokens_(component.col_tiles.size() * static_cast<std::size_t>(side_)) {
   const auto& tiles = component.col_tiles;
   const std::int64_t step = component.col_order.stride[2];

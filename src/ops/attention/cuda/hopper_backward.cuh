@@ -478,7 +478,7 @@ struct BackwardQueries {
       fence_async_proxy();  // the next rows come by the copy engine
       shared.rows.release(static_cast<int>(items.stage));
     }
-    wait_for_earlier_kernel();  // whoever waits for this one waits for that one too
+    wait_for_earlier_kernel();  // so that kernels behind this one wait for that one too
   }
 };
 

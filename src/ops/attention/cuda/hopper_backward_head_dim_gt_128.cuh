@@ -253,7 +253,7 @@ struct BackwardDeep {
       fence_async_proxy();  // the next rows come by the copy engine
       release(row_empty, 1);
     }
-    wait_for_earlier_kernel();  // whoever waits for this one waits for that one too
+    wait_for_earlier_kernel();  // so that kernels behind this one wait for that one too
   }
 };
 
@@ -364,7 +364,7 @@ struct BackwardDeepValues {
       fence_async_proxy();  // the next rows come by the copy engine
       shared.rows.release(0);
     }
-    wait_for_earlier_kernel();  // whoever waits for this one waits for that one too
+    wait_for_earlier_kernel();  // so that kernels behind this one wait for that one too
   }
 };
 

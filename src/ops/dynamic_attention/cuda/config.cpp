@@ -14,6 +14,8 @@ namespace fretwork::dynamic_attention_op {
 
 using attention_op::KernelShape;
 
+constexpr const char* kSource = "ops/dynamic_attention/cuda/attention.cuh";
+
 KernelShape Config::shape() const {
   return simple()                ? attention_op::simple_shape(depth, pass == Pass::forward ? 3 : 4, tf32)
          : pass == Pass::forward ? attention_op::forward_shape(depth, extras, rows)
@@ -30,8 +32,7 @@ KernelSpec Config::spec() const {
     const std::string begin = forward                   ? "fretwork::simple_forward<" + size
                               : pass == Pass::d_queries ? "fretwork::simple_backward<" + size + ", false"
                                                         : "fretwork::simple_backward<" + size + ", true";
-    return {"ops/dynamic_attention/cuda/simple.cuh", begin + (tf32 ? ", true" : ", false") + params + ">",
-            shape().shared_bytes};
+    return {kSource, begin + (tf32 ? ", true" : ", false") + params + ">", shape().shared_bytes};
   }
   const std::string begin = std::string(device_type(dtype)) + ", " + size;
   const std::string end = (extras ? ", true" : ", false") + params + ", " + std::to_string(rows) + ">";
@@ -40,8 +41,7 @@ KernelSpec Config::spec() const {
                             : pass == Pass::d_keys_values ? ", true, true, true"
                             : pass == Pass::d_keys        ? ", true, true, false"
                                                           : ", true, false, true";
-  return {forward ? "ops/dynamic_attention/cuda/portable.cuh" : "ops/dynamic_attention/cuda/portable_backward.cuh",
-          (forward ? "fretwork::attention_forward<" : "fretwork::attention_backward<") + begin + which + end,
+  return {kSource, (forward ? "fretwork::attention_forward<" : "fretwork::attention_backward<") + begin + which + end,
           shape().shared_bytes};
 }
 
@@ -49,7 +49,7 @@ KernelShape BiasKernel::shape() const { return attention_op::simple_shape(depth,
 
 KernelSpec BiasKernel::spec() const {
   const auto flag = [](bool value) { return value ? ", true" : ", false"; };
-  return {"ops/dynamic_attention/cuda/simple.cuh",
+  return {kSource,
           std::string("fretwork::bias_gradient<") + device_type(dtype) + ", " + std::to_string(depth) + flag(keys) +
               flag(row_sums) + ", fretwork::dynamic_attention_op::BiasGradientParams>",
           shape().shared_bytes};

@@ -277,8 +277,8 @@ __device__ __forceinline__ int share_of(int all, int ctas, int cta) {
   return cta * rounds + (rounds % 2 == 0 ? min(cta, rest) : max(0, cta - (ctas - rest)));
 }
 
-/// One CTA for each group. Which of equally long tiles comes first is left open: a tile's result is the same whoever
-/// makes it.
+/// One CTA for each group. Which of equally long tiles comes first is left open: a tile's result is the same on
+/// any CTA.
 __global__ void __launch_bounds__(kOrderThreads) order_items(const __grid_constant__ OrderParams p) {
   __shared__ int bins[kOrderThreads];
   const int thread = static_cast<int>(threadIdx.x);

@@ -20,7 +20,6 @@
 #include "ops/attention/cuda/operands.h"
 #include "ops/dynamic_attention/cuda/config.h"
 #include "ops/dynamic_attention/cuda/hopper.h"
-#include "ops/dynamic_attention/cuda/selected.h"
 #include "ops/dynamic_attention/cuda/walks.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"

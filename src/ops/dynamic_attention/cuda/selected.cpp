@@ -1,6 +1,4 @@
 // Selected key blocks on Hopper: which kernel, its parameters, its launch.
-#include "ops/dynamic_attention/cuda/selected.h"
-
 #include <algorithm>
 #include <bit>
 #include <limits>
@@ -9,6 +7,7 @@
 
 #include "core/divide.h"
 #include "ops/attention/cuda/hopper_launch.h"
+#include "ops/dynamic_attention/cuda/hopper.h"
 #include "ops/dynamic_attention/cuda/params_hopper.cuh"
 #include "runtime/kernels.h"
 #include "runtime/tensor_map.h"

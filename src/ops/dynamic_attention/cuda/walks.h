@@ -37,7 +37,7 @@ class BlockBits {
   /// Words of a line of each.
   int words_row() const { return words_row_; }
   int transposed_row() const { return transposed_row_; }
-  /// A zero for whoever counts as they read transposed words.
+  /// A zero that kernels which read transposed words may count from.
   int* counter() const { return static_cast<int*>(words_.data()); }
 
  private:

@@ -3,7 +3,6 @@
 //
 // Where weights are few, the batch is cut into pieces whose sums are added in order. The number of pieces does not
 // depend on the number of threads, so results do not either.
-#include "ops/kronecker/cpu/regroup.h"
 #include "ops/kronecker/cpu/run.h"
 
 namespace fretwork::kronecker::cpu {
@@ -134,16 +133,14 @@ class WeightWork {
     const std::int64_t depth = packing_.padded(count);
     std::byte* const right = buffers.right.need(packing_.bytes(depth * block.lanes));
     std::byte* const left = buffers.left.need(packing_.bytes(depth * tiles_.rows * chunk.run()));
-    const Operand x{packing_.at(p_.x.data, first * p_.x.batch + (block.i * s_.c * s_.d + chunk.first) * p_.x.feature),
-                    p_.x.batch, s_.d * p_.x.feature, p_.x.feature};
+    const Operand x = packing_.at(packing_.block(p_.x, block.i, s_.c, s_), first, 0, chunk.first);
     for (std::int64_t n = block.first_panel; n < block.last_panel; ++n) {
       const Columns::Panel panel = columns.panel(n);
       packing_.right(packing_.at(x, 0, panel.first, 0), count, chunk, panel,
                      right + packing_.bytes((panel.first_vector * tiles_.lanes - block.lane) * depth));
     }
-    const std::int64_t feature = (block.i * s_.b + block.first_row) * s_.d + chunk.first;
-    const Operand d_y{packing_.at(p_.d_y.data, first * p_.d_y.batch + feature * p_.d_y.feature), s_.d * p_.d_y.feature,
-                      p_.d_y.batch, p_.d_y.feature};
+    Operand d_y = packing_.at(packing_.block(p_.d_y, block.i, s_.b, s_), first, block.first_row, chunk.first);
+    std::swap(d_y.row, d_y.col);
     for (std::int64_t row = 0; row < block.rows; row += tiles_.rows) {
       const std::int64_t rows = std::min(tiles_.rows, block.rows - row);
       const Operand from = packing_.at(d_y, row, 0, 0);
@@ -220,17 +217,14 @@ void add_bias(const WeightProblem& p, bool last, Context& context) {
     }
   };
   const double operations = 4 * static_cast<double>(features) * static_cast<double>(p.batch + 1);
-  context.executor->parallel_for(
-      jobs * pieces, grain(jobs * pieces, operations), [&](std::int64_t begin, std::int64_t end) {
-        for (std::int64_t n = begin; n < end; ++n) {
-          std::byte* const sums =
-              partial == nullptr ? Buffers::of_thread().sums.need(size) : partial + static_cast<std::size_t>(n) * size;
-          add_piece(n / pieces, n % pieces, sums);
-          if (partial == nullptr) {
-            store(n, sums);
-          }
-        }
-      });
+  for_jobs(jobs * pieces, operations, context, [&](std::int64_t n) {
+    std::byte* const sums =
+        partial == nullptr ? Buffers::of_thread().sums.need(size) : partial + static_cast<std::size_t>(n) * size;
+    add_piece(n / pieces, n % pieces, sums);
+    if (partial == nullptr) {
+      store(n, sums);
+    }
+  });
   for (std::int64_t job = 0; partial != nullptr && job < jobs; ++job) {
     std::byte* const sums = partial + static_cast<std::size_t>(job * pieces) * size;
     add_up(sums + size, pieces - 1, width, false, sums, p.dtype);
@@ -284,21 +278,11 @@ void run_packed(const WeightProblem& problem, bool last, Context& context) {
   const Workspace workspace(context, work.bytes());
   std::byte* const partial = static_cast<std::byte*>(workspace.data());
   const Sizes& s = problem.sizes;
-  const double weights = static_cast<double>(s.a * s.b * s.c) * static_cast<double>(s.d);
-  const double operations = 2 * weights * static_cast<double>(std::max<std::int64_t>(problem.batch, 8));
-  context.executor->parallel_for(jobs * pieces, grain(jobs * pieces, operations),
-                                 [&](std::int64_t begin, std::int64_t end) {
-                                   for (std::int64_t n = begin; n < end; ++n) {
-                                     work.multiply(n / pieces, n % pieces, partial);
-                                   }
-                                 });
+  for_jobs(jobs * pieces, operations_of(s, problem.batch), context,
+           [&](std::int64_t n) { work.multiply(n / pieces, n % pieces, partial); });
   if (partial != nullptr) {
-    context.executor->parallel_for(jobs, grain(jobs, weights * static_cast<double>(pieces)),
-                                   [&](std::int64_t begin, std::int64_t end) {
-                                     for (std::int64_t job = begin; job < end; ++job) {
-                                       work.add_pieces(job, partial);
-                                     }
-                                   });
+    for_jobs(jobs, weights_of(s) * static_cast<double>(pieces), context,
+             [&](std::int64_t job) { work.add_pieces(job, partial); });
   }
 }
 

@@ -31,12 +31,8 @@ class Work {
 
  protected:
   /// x of diagonal block i by (n, k, l), y by (n, j, l), w by (k, j, l).
-  Operand x(std::int64_t i) const {
-    return {packing_.at(p_.x.data, i * s_.c * s_.d * p_.x.feature), p_.x.batch, s_.d * p_.x.feature, p_.x.feature};
-  }
-  Operand y(std::int64_t i) const {
-    return {packing_.at(p_.y.data, i * s_.b * s_.d * p_.y.feature), p_.y.batch, s_.d * p_.y.feature, p_.y.feature};
-  }
+  Operand x(std::int64_t i) const { return packing_.block(p_.x, i, s_.c, s_); }
+  Operand y(std::int64_t i) const { return packing_.block(p_.y, i, s_.b, s_); }
   Operand w(std::int64_t i) const { return {packing_.at(p_.w.data, i * p_.w.a), p_.w.c, p_.w.b, p_.w.d}; }
 
   /// The bias on the lanes of a panel, of the type of sums.
@@ -63,16 +59,10 @@ void run_as(const Problem& problem, Context& context, Most... most) {
   const Loop work(problem, context, most...);
   const Workspace workspace(context, work.weight_bytes());
   std::byte* const packed = static_cast<std::byte*>(workspace.data());
-  const double weights = static_cast<double>(s.a * s.b * s.c) * static_cast<double>(s.d);
   if (const std::int64_t jobs = work.weight_jobs(); jobs > 0) {
-    context.executor->parallel_for(jobs, grain(jobs, 16 * weights), [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t job = begin; job < end; ++job) {
-        work.pack_weights(job, packed);
-      }
-    });
+    for_jobs(jobs, 16 * weights_of(s), context, [&](std::int64_t job) { work.pack_weights(job, packed); });
   }
-  const double operations = 2 * weights * static_cast<double>(std::max<std::int64_t>(problem.batch, 8));
-  context.executor->parallel_for(work.jobs(), grain(work.jobs(), operations),
+  context.executor->parallel_for(work.jobs(), grain(work.jobs(), operations_of(s, problem.batch)),
                                  [&](std::int64_t begin, std::int64_t end) {
                                    for (std::int64_t job = begin; job < end; ++job) {
                                      work.multiply(job, packed);

@@ -1,9 +1,4 @@
 // Copies that bring the elements of one δ together, and back.
-#include "ops/kronecker/cpu/regroup.h"
-
-#include <algorithm>
-#include <cstddef>
-
 #include "ops/kronecker/cpu/run.h"
 #include "runtime/simd/turn.h"
 
@@ -17,21 +12,11 @@ std::byte* at(const void* data, std::int64_t element, std::size_t size) {
   return static_cast<std::byte*>(const_cast<void*>(data)) + element * static_cast<std::int64_t>(size);
 }
 
-template <typename F>
-void for_each(std::int64_t jobs, std::int64_t elements, Context& context, const F& f) {
-  context.executor->parallel_for(jobs, grain(jobs, 4.0 * static_cast<double>(elements)),
-                                 [&](std::int64_t begin, std::int64_t end) {
-                                   for (std::int64_t job = begin; job < end; ++job) {
-                                     f(job);
-                                   }
-                                 });
-}
-
 /// Calls f(first, count) for the pieces of the weights of a block.
 template <typename F>
 void for_weights(const Sizes& s, Context& context, const F& f) {
   const Split parts{s.b * s.c, std::max<std::int64_t>(kTogether / s.d, 64)};
-  for_each(s.a * parts.pieces(), s.a * s.b * s.c * s.d, context, [&](std::int64_t job) {
+  for_jobs(s.a * parts.pieces(), 4 * weights_of(s), context, [&](std::int64_t job) {
     f(job / parts.pieces(), job % parts.pieces() * parts.each, parts.size(job % parts.pieces()));
   });
 }
@@ -51,7 +36,7 @@ void take_apart(const Matrix& from, std::int64_t rows, const Sizes& s, std::int6
                 Context& context) {
   const std::size_t size = size_of(dtype);
   const std::int64_t block = inner * s.d, row = s.a * block;
-  for_each(rows, rows * row, context, [&](std::int64_t n) {
+  for_jobs(rows, 4.0 * static_cast<double>(rows * row), context, [&](std::int64_t n) {
     for (std::int64_t i = 0; i < s.a; ++i) {
       turn(at(from.data, n * from.batch + i * block, size), s.d, inner, s.d, at(to, n * row + i * block, size), inner,
            size);
@@ -63,7 +48,7 @@ void put_together(const void* from, std::int64_t rows, const Sizes& s, std::int6
                   DType dtype, Context& context) {
   const std::size_t size = size_of(dtype);
   const std::int64_t block = inner * s.d, row = s.a * block;
-  for_each(rows, rows * row, context, [&](std::int64_t n) {
+  for_jobs(rows, 4.0 * static_cast<double>(rows * row), context, [&](std::int64_t n) {
     for (std::int64_t i = 0; i < s.a; ++i) {
       turn(at(from, n * row + i * block, size), inner, s.d, inner, at(to.data, n * to.batch + i * block, size), s.d,
            size);

@@ -8,7 +8,6 @@
 #include "core/large_pages.h"
 #include "ops/kronecker/config.h"
 #include "ops/kronecker/cpu/loops.h"
-#include "ops/kronecker/cpu/regroup.h"
 
 namespace fretwork::kronecker::cpu {
 namespace {

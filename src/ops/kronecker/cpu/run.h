@@ -39,6 +39,22 @@ inline std::int64_t grain(std::int64_t jobs, double operations) {
                                               static_cast<double>(std::max<std::int64_t>(jobs, 1))));
 }
 
+/// Calls f(job) for all `jobs`, which take `operations` together.
+template <typename F>
+void for_jobs(std::int64_t jobs, double operations, Context& context, const F& f) {
+  context.executor->parallel_for(jobs, grain(jobs, operations), [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t job = begin; job < end; ++job) {
+      f(job);
+    }
+  });
+}
+
+inline double weights_of(const Sizes& s) { return static_cast<double>(s.a * s.b * s.c) * static_cast<double>(s.d); }
+/// Of a product or a gradient of weights.
+inline double operations_of(const Sizes& s, std::int64_t batch) {
+  return 2 * weights_of(s) * static_cast<double>(std::max<std::int64_t>(batch, 8));
+}
+
 /// Neighbouring δ that share a vector: `count` of them in a run of 2ʳ lanes.
 struct Chunk {
   std::int64_t first, count;
@@ -114,6 +130,10 @@ class Packing {
   void* at(void* data, std::int64_t element) const { return static_cast<std::byte*>(data) + element * size_; }
   Operand at(const Operand& o, std::int64_t row, std::int64_t col, std::int64_t delta) const {
     return {at(o.data, row * o.row + col * o.col + delta * o.delta), o.row, o.col, o.delta};
+  }
+  /// x, y or their gradients, of diagonal block i, by (n, feature, l): `inner` features of each.
+  Operand block(const Matrix& of, std::int64_t i, std::int64_t inner, const Sizes& s) const {
+    return {at(of.data, i * inner * s.d * of.feature), of.batch, s.d * of.feature, of.feature};
   }
   std::int64_t padded(std::int64_t depth) const { return ceil_div(depth, tiles_.group) * tiles_.group; }
   std::size_t bytes(std::int64_t elements) const { return static_cast<std::size_t>(elements) * tiles_.element; }
@@ -205,7 +225,27 @@ inline void Packing::store(const std::byte* sums, std::int64_t sum_stride, std::
 /// to[j] += Σ_i from[i][j], or to[i] += Σ_j from[i][j] if `along`; all of the type of sums.
 void add_up(const void* from, std::int64_t rows, std::int64_t cols, bool along, void* to, DType dtype);
 
-/// The gradient of weights of a few batch rows or of small blocks (`few_gradient.cpp`); false where others are faster.
+/// The gradient of weights of a few batch rows or of small blocks (`few.cpp`); false where others are faster.
 bool run_as_it_lies(const WeightProblem& problem, bool last, Context& context);
+
+// Copies that bring the elements of one δ together, so that a·d blocks with d = 1 remain (`regroup.cpp`).
+
+/// simd::turn of elements of `size` bytes.
+void turn(const void* from, std::int64_t from_pitch, std::int64_t rows, std::int64_t cols, void* to,
+          std::int64_t to_pitch, std::size_t size);
+
+/// Rows of features (i, k, l), k < `inner`, to contiguous rows of (i, l, k); and the way back. `from` and `to` have
+/// feature == 1.
+void take_apart(const Matrix& from, std::int64_t rows, const Sizes& s, std::int64_t inner, void* to, DType dtype,
+                Context& context);
+void put_together(const void* from, std::int64_t rows, const Sizes& s, std::int64_t inner, const Matrix& to,
+                  DType dtype, Context& context);
+
+/// Whether weights lie as (a, b, c, d) or (a, c, b, d) without gaps.
+bool is_compact(const Weights& w, const Sizes& s);
+/// Such weights to (a, d, b, c) or (a, d, c, b), as which the result shows them.
+Weights take_apart(const Weights& w, const Sizes& s, void* to, DType dtype, Context& context);
+/// From (a, d, b, c) to such weights (a, b, c, d).
+void put_together(const void* from, const Weights& w, const Sizes& s, DType dtype, Context& context);
 
 }  // namespace fretwork::kronecker::cpu

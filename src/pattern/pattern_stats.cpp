@@ -1,5 +1,5 @@
 // Counts over block indices and masks.
-#include "pattern/survey.h"
+#include "pattern/pattern_stats.h"
 
 #include <algorithm>
 #include <numeric>
@@ -51,7 +51,7 @@ std::int64_t aligned_cell(std::int64_t cell, std::int64_t side) {
 
 }  // namespace
 
-Survey::Survey(const Pattern& pattern)
+PatternStats::PatternStats(const Pattern& pattern)
     : blocks_(dynamic_cast<const BlockLayout*>(&pattern)), kronecker_(dynamic_cast<const KroneckerPattern*>(&pattern)) {
   const auto shape = pattern.shape();
   if (shape.size() < 2) {
@@ -77,13 +77,13 @@ Survey::Survey(const Pattern& pattern)
   }
 }
 
-void Survey::check_head(std::int64_t head) const {
+void PatternStats::check_head(std::int64_t head) const {
   if (head < 0 || head >= std::max<std::int64_t>(heads_, 1)) {
     throw Error("show", "head", heads_ > 1 ? "0 to " + std::to_string(heads_ - 1) : "0", std::to_string(head));
   }
 }
 
-HeadFacts Survey::facts(std::int64_t head) const {
+HeadFacts PatternStats::facts(std::int64_t head) const {
   const std::int64_t lines = blocks_ != nullptr ? blocks_->sizes().rows : rows_;
   HeadFacts facts;
   if (regular_ != nullptr) {
@@ -106,7 +106,7 @@ HeadFacts Survey::facts(std::int64_t head) const {
   return facts;
 }
 
-void Survey::add_rows(Occupancy& grid) const {
+void PatternStats::add_rows(Occupancy& grid) const {
   struct Sample {
     std::int64_t row, y;
     double weight;
@@ -141,7 +141,7 @@ void Survey::add_rows(Occupancy& grid) const {
   }
 }
 
-Occupancy Survey::occupancy(std::int64_t head, std::int64_t max_rows, std::int64_t max_cols) const {
+Occupancy PatternStats::occupancy(std::int64_t head, std::int64_t max_rows, std::int64_t max_cols) const {
   const auto divided = [](std::int64_t n, std::int64_t by) { return (n + by - 1) / by; };
   Occupancy grid;
   grid.cell = std::max({std::int64_t{1}, divided(rows_, max_rows), divided(cols_, max_cols)});

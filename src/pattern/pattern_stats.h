@@ -20,11 +20,11 @@ struct Occupancy {
   double at(std::int64_t y, std::int64_t x) const { return share[static_cast<std::size_t>(y * cols + x)]; }
 };
 
-class Survey {
+class PatternStats {
  public:
   /// Block layouts are read from their index, Kronecker and long regular patterns row by row; others through mask(),
   /// which throws Error above 2³⁰ elements.
-  explicit Survey(const Pattern& pattern);
+  explicit PatternStats(const Pattern& pattern);
 
   std::int64_t heads() const { return heads_; }
   /// Elements of one head's matrix.

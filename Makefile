@@ -81,7 +81,7 @@ test-python: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
 test-python: build
 	$(PY) -m pytest -q -n 2 tests
 	$(if $(ACCEPT),$(PY) -m pytest -q -n 2 -p no:cacheprovider $(ACCEPT))
-	$(if $(ACCEPT_ALONE),$(PY) -m pytest -q -p no:cacheprovider $(ACCEPT_ALONE))
+	@printf '%s\n' $(ACCEPT_ALONE) | xargs -r -P 2 -n 1 $(PY) -m pytest -q -p no:cacheprovider
 
 test-sanitizers: setup
 	@for kind in asan tsan; do \

@@ -2,15 +2,13 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
-#include <exception>
 #include <functional>
-#include <mutex>
 #include <thread>
 #include <vector>
 
 #include "fretwork/context.h"
+#include "fretwork/parallel_loop.h"
 
 namespace fretwork {
 
@@ -23,31 +21,15 @@ class ShortThreads final : public Executor {
 
   void parallel_for(std::int64_t count, std::int64_t grain,
                     const std::function<void(std::int64_t, std::int64_t)>& body) override {
-    grain = std::max<std::int64_t>(grain, 1);
-    std::atomic<std::int64_t> next = 0;
-    std::once_flag failed;
-    std::exception_ptr failure;
-    const auto work = [&] {
-      try {
-        for (std::int64_t begin = 0; (begin = next.fetch_add(grain)) < count;) {
-          body(begin, std::min(begin + grain, count));
-        }
-      } catch (...) {
-        next.store(count);
-        std::call_once(failed, [&] { failure = std::current_exception(); });
-      }
-    };
-    const std::int64_t workers = std::min<std::int64_t>(threads_, (count + grain - 1) / grain);
+    ParallelLoop loop(count, grain, threads_);
     {
       std::vector<std::jthread> others;
-      for (std::int64_t n = 1; n < workers; ++n) {
-        others.emplace_back(work);
+      for (std::int64_t n = 1; n < loop.workers(); ++n) {
+        others.emplace_back([&, n] { loop.work(n, body); });
       }
-      work();
+      loop.work(0, body);
     }
-    if (failure) {
-      std::rethrow_exception(failure);
-    }
+    loop.finish();
   }
 
  private:

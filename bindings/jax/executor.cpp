@@ -1,4 +1,4 @@
-// Ranges are handed out by a counter; helpers that come too late find none left.
+// Helpers that come too late find no items left.
 #include "executor.h"
 
 #include <algorithm>
@@ -7,6 +7,8 @@
 #include <memory>
 #include <mutex>
 
+#include "fretwork/parallel_loop.h"
+
 namespace fretwork {
 namespace {
 
@@ -14,12 +16,13 @@ namespace {
 /// long as the call, and is used only while some of its items are unfinished.
 class Loop {
  public:
-  Loop(std::int64_t count, std::int64_t grain, const std::function<void(std::int64_t, std::int64_t)>& body)
-      : count_(count), grain_(grain), body_(&body) {}
+  Loop(std::int64_t count, std::int64_t grain, int threads, const ParallelLoop::Body& body)
+      : count_(count), items_(count, grain, threads), body_(&body) {}
+
+  std::int64_t workers() const { return items_.workers(); }
 
   void work() {
-    for (std::int64_t begin = next_.fetch_add(grain_); begin < count_; begin = next_.fetch_add(grain_)) {
-      const std::int64_t end = std::min(begin + grain_, count_);
+    items_.work(number_of_thread(), [&](std::int64_t begin, std::int64_t end) {
       try {
         (*body_)(begin, end);
       } catch (...) {
@@ -29,7 +32,7 @@ class Loop {
       if (finished_.fetch_add(end - begin) + end - begin == count_) {
         finished_.notify_all();
       }
-    }
+    });
   }
 
   void wait() {
@@ -42,9 +45,17 @@ class Loop {
   }
 
  private:
-  const std::int64_t count_, grain_;
-  const std::function<void(std::int64_t, std::int64_t)>* body_;
-  std::atomic<std::int64_t> next_ = 0, finished_ = 0;
+  /// The pool tells no thread from another, so each gets a number when it first works here.
+  static std::int64_t number_of_thread() {
+    static std::atomic<std::int64_t> numbers = 0;
+    thread_local const std::int64_t number = numbers++;
+    return number;
+  }
+
+  const std::int64_t count_;
+  ParallelLoop items_;
+  const ParallelLoop::Body* body_;
+  std::atomic<std::int64_t> finished_ = 0;
   std::mutex mutex_;
   std::exception_ptr thrown_;
 };
@@ -56,17 +67,14 @@ XlaExecutor::XlaExecutor(xla::ffi::ThreadPool pool)
 
 void XlaExecutor::parallel_for(std::int64_t count, std::int64_t grain,
                                const std::function<void(std::int64_t, std::int64_t)>& body) {
-  grain = std::max<std::int64_t>(grain, 1);
-  if (count <= 0) {
-    return;
-  }
   if (count <= grain || threads_ == 1) {
-    body(0, count);
+    if (count > 0) {
+      body(0, count);
+    }
     return;
   }
-  const auto loop = std::make_shared<Loop>(count, grain, body);
-  const std::int64_t ranges = (count + grain - 1) / grain;
-  for (std::int64_t helper = 1; helper < std::min<std::int64_t>(threads_, ranges); ++helper) {
+  const auto loop = std::make_shared<Loop>(count, grain, threads_, body);
+  for (std::int64_t helper = 1; helper < loop->workers(); ++helper) {
     pool_.Schedule([loop] { loop->work(); });
   }
   loop->work();

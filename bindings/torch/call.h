@@ -9,15 +9,13 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
-#include <exception>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "fretwork/fretwork.h"
+#include "fretwork/parallel_loop.h"
 
 namespace fretwork_torch {
 
@@ -207,37 +205,24 @@ struct Gradient {
   std::optional<fretwork::TensorView> place;
 };
 
-/// torch's own threads. Each takes the next `grain` items when it is free, so that uneven work evens out.
+/// torch's own threads.
 class TorchExecutor final : public fretwork::Executor {
  public:
   int concurrency() const override { return static_cast<int>(torch::stable::get_num_threads()); }
 
   void parallel_for(std::int64_t count, std::int64_t grain,
                     const std::function<void(std::int64_t, std::int64_t)>& body) override {
-    grain = std::max<std::int64_t>(grain, 1);
-    const std::int64_t workers = std::min<std::int64_t>(concurrency(), (count + grain - 1) / grain);
-    if (workers <= 1) {
+    if (count <= grain || concurrency() == 1) {
       if (count > 0) {
         body(0, count);
       }
       return;
     }
-    std::atomic<std::int64_t> next = 0;
-    std::once_flag failed;
-    std::exception_ptr failure;  // torch's own way across its C border would lose the text
-    torch::stable::parallel_for(0, workers, 1, [&](std::int64_t, std::int64_t) {
-      try {
-        for (std::int64_t begin = 0; (begin = next.fetch_add(grain)) < count;) {
-          body(begin, std::min(begin + grain, count));
-        }
-      } catch (...) {
-        next.store(count);
-        std::call_once(failed, [&] { failure = std::current_exception(); });
-      }
-    });
-    if (failure) {
-      std::rethrow_exception(failure);
-    }
+    // It keeps a body's exception: torch's own way across its C border would lose the text.
+    fretwork::ParallelLoop loop(count, grain, concurrency());
+    torch::stable::parallel_for(0, loop.workers(), 1,
+                                [&](std::int64_t worker, std::int64_t) { loop.work(worker, body); });
+    loop.finish();
   }
 };
 

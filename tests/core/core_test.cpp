@@ -9,9 +9,11 @@
 #include <type_traits>
 #include <vector>
 
+#include "c_threads.h"
 #include "core/hash.h"
 #include "fretwork/executor_tbb.h"
 #include "fretwork/fretwork.h"
+#include "fretwork/parallel_loop.h"
 #include "support/error_text.h"
 
 namespace fretwork {
@@ -115,6 +117,31 @@ TEST(Executors, Tbb) {
   check_executor(all);
   check_executor(two);
   EXPECT_EQ(two.concurrency(), 2);
+}
+
+TEST(Executors, ThreadsOfACall) {
+  ShortThreads one(1), three(3);
+  check_executor(one);
+  check_executor(three);
+}
+
+TEST(ParallelLoop, AWorkerBeginsWithItsPartAndTakesWhatIsLeft) {
+  ParallelLoop loop(10, 2, 3);
+  ASSERT_EQ(loop.workers(), 3);
+  std::vector<std::pair<std::int64_t, std::int64_t>> taken;
+  loop.work(1, [&](std::int64_t begin, std::int64_t end) { taken.emplace_back(begin, end); });
+  EXPECT_EQ(taken, (decltype(taken){{3, 5}, {5, 6}, {6, 8}, {8, 10}, {0, 2}, {2, 3}}));
+  loop.work(0, [](auto, auto) { ADD_FAILURE() << "nothing is left"; });
+  loop.finish();
+}
+
+TEST(ParallelLoop, NothingRunsBehindAnException) {
+  ParallelLoop loop(10, 1, 2);
+  int runs = 0;
+  loop.work(0, [&](auto, auto) { ++runs, throw Error("from a body"); });
+  loop.work(1, [&](auto, auto) { ++runs; });
+  EXPECT_EQ(runs, 1);
+  EXPECT_THROW(loop.finish(), Error);
 }
 
 TEST(Executors, TbbFromManyThreads) {

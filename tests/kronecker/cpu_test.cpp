@@ -297,7 +297,7 @@ TEST(KroneckerCpu, ActivationsOfNoNumbers) {
 
 TEST(KroneckerCpu, SameBytesForAnyNumberOfThreads) {
   TbbExecutor many(7), two(2);
-  for (const Sizes& s : {Sizes{1, 40, 24, 1}, {2, 24, 20, 5}, {1, 16, 24, 16}, {8, 4, 6, 2}}) {
+  for (const Sizes& s : {Sizes{1, 40, 24, 1}, {2, 24, 20, 5}, {1, 16, 24, 16}, {8, 4, 6, 2}, {1, 24, 700, 1}}) {
     for (const Order order : {Order::first, Order::last}) {
       const auto& [a, b, c, d] = s;
       const Index batch = 2100;

@@ -66,18 +66,79 @@ std::int64_t TurnFewLines(const Bits* from, std::int64_t from_pitch, std::int64_
   return c;
 }
 
-/// What lies outside the squares: below their rows, and right of their columns.
+/// One element after the other, in [first_row, rows) × [first_col, cols).
 template <typename Bits>
-HWY_INLINE void TurnRest(const Bits* from, std::int64_t from_pitch, std::int64_t rows, std::int64_t cols,
-                         std::int64_t whole_rows, std::int64_t whole_cols, Bits* to, std::int64_t to_pitch) {
-  for (std::int64_t r = 0; r < rows; ++r) {
-    for (std::int64_t c = r < whole_rows ? whole_cols : 0; c < cols; ++c) {
+HWY_INLINE void TurnElements(const Bits* from, std::int64_t from_pitch, std::int64_t first_row, std::int64_t rows,
+                             std::int64_t first_col, std::int64_t cols, Bits* to, std::int64_t to_pitch) {
+  for (std::int64_t r = first_row; r < rows; ++r) {
+    for (std::int64_t c = first_col; c < cols; ++c) {
       to[c * to_pitch + r] = from[r * from_pitch + c];
     }
   }
 }
 
-/// to(c, r) = from(r, c). Squares of one vector's side go through registers, in rounds that interleave halves.
+#if HWY_TARGET != HWY_SCALAR
+/// Elements on a square's side.
+template <typename Bits>
+constexpr int kSide = 16 / sizeof(Bits);
+
+/// A square through registers, in rounds that interleave halves. Of a part of one, the last of `rows` stands for those
+/// that are missing, and `cols` are stored, each in full.
+template <bool kPart, typename Bits>
+HWY_INLINE void TurnSquare(const Bits* from, std::int64_t from_pitch, Bits* to, std::int64_t to_pitch,
+                           std::int64_t rows = kSide<Bits>, std::int64_t cols = kSide<Bits>) {
+  constexpr int kAll = kSide<Bits>;
+  using Tag = hn::CappedTag<Bits, static_cast<std::size_t>(kAll)>;
+  const Tag d;
+  hn::Vec<Tag> v[kAll], w[kAll];
+  // Unrolled early, or GCC would pass the vectors through memory.
+#pragma GCC unroll 16
+  for (int n = 0; n < kAll; ++n) {
+    v[n] = hn::LoadU(d, from + (kPart ? std::min<std::int64_t>(n, rows - 1) : n) * from_pitch);
+  }
+#pragma GCC unroll 4
+  for (int round = 1; round < kAll; round *= 2) {
+#pragma GCC unroll 16
+    for (int n = 0; n < kAll / 2; ++n) {
+      w[2 * n] = hn::InterleaveLower(d, v[n], v[n + kAll / 2]);
+      w[2 * n + 1] = hn::InterleaveUpper(d, v[n], v[n + kAll / 2]);
+    }
+#pragma GCC unroll 16
+    for (int n = 0; n < kAll; ++n) {
+      v[n] = w[n];
+    }
+  }
+#pragma GCC unroll 16
+  for (int n = 0; n < kAll; ++n) {
+    if (!kPart || n < cols) {
+      hn::StoreU(v[n], d, to + n * to_pitch);
+    }
+  }
+}
+
+/// The squares of a matrix, along the longer lines, which are far apart in memory and may share cache sets.
+template <typename Bits>
+HWY_INLINE void TurnSquares(const Bits* from, std::int64_t from_pitch, std::int64_t rows, std::int64_t cols, Bits* to,
+                            std::int64_t to_pitch) {
+  constexpr int kAll = kSide<Bits>;
+  const bool down = to_pitch > from_pitch;
+  const std::int64_t wide = down ? cols : rows, length = down ? rows : cols;
+  // A part of them at a time, whose short lines stay in the first-level cache.
+  const std::int64_t line =
+      static_cast<std::int64_t>(sizeof(Bits)) * std::max<std::int64_t>(1, std::min(from_pitch, to_pitch));
+  const std::int64_t part = std::max<std::int64_t>(kCached / line / kAll, 1) * kAll;
+  for (std::int64_t begin = 0; begin < length; begin += part) {
+    for (std::int64_t i = 0; i < wide; i += kAll) {
+      for (std::int64_t k = begin; k < std::min(begin + part, length); k += kAll) {
+        const std::int64_t r = down ? k : i, c = down ? i : k;
+        TurnSquare<false>(from + r * from_pitch + c, from_pitch, to + c * to_pitch + r, to_pitch);
+      }
+    }
+  }
+}
+#endif
+
+/// to(c, r) = from(r, c).
 template <typename Bits>
 void Turn(const Bits* from, std::int64_t from_pitch, std::int64_t rows, std::int64_t cols, Bits* to,
           std::int64_t to_pitch) {
@@ -88,52 +149,30 @@ void Turn(const Bits* from, std::int64_t from_pitch, std::int64_t rows, std::int
     const std::int64_t done = TurnFewLines(from, from_pitch, rows, cols, to);
     from += done, to += done * rows, cols -= done;
   }
-  constexpr int kSide = 16 / sizeof(Bits);
-  constexpr bool kVectors = HWY_TARGET != HWY_SCALAR;
-  const std::int64_t whole_rows = kVectors ? rows - rows % kSide : 0, whole_cols = kVectors ? cols - cols % kSide : 0;
-#if HWY_TARGET != HWY_SCALAR
-  using Tag = hn::CappedTag<Bits, static_cast<std::size_t>(kSide)>;
-  const Tag d;
-  // Along the longer lines, which are far apart in memory and may share cache sets.
-  const bool down = to_pitch > from_pitch;
-  const auto square = [&](std::int64_t r, std::int64_t c) HWY_ATTR {
-    hn::Vec<Tag> v[kSide], w[kSide];
-    // Unrolled early, or GCC would pass the vectors through memory.
-#pragma GCC unroll 16
-    for (int n = 0; n < kSide; ++n) {
-      v[n] = hn::LoadU(d, from + (r + n) * from_pitch + c);
-    }
-#pragma GCC unroll 4
-    for (int round = 1; round < kSide; round *= 2) {
-#pragma GCC unroll 16
-      for (int n = 0; n < kSide / 2; ++n) {
-        w[2 * n] = hn::InterleaveLower(d, v[n], v[n + kSide / 2]);
-        w[2 * n + 1] = hn::InterleaveUpper(d, v[n], v[n + kSide / 2]);
-      }
-#pragma GCC unroll 16
-      for (int n = 0; n < kSide; ++n) {
-        v[n] = w[n];
-      }
-    }
-#pragma GCC unroll 16
-    for (int n = 0; n < kSide; ++n) {
-      hn::StoreU(v[n], d, to + (c + n) * to_pitch + r);
-    }
-  };
-  const std::int64_t wide = down ? whole_cols : whole_rows, length = down ? whole_rows : whole_cols;
-  // A part of them at a time, whose short lines stay in the first-level cache.
-  const std::int64_t line =
-      static_cast<std::int64_t>(sizeof(Bits)) * std::max<std::int64_t>(1, std::min(from_pitch, to_pitch));
-  const std::int64_t part = std::max<std::int64_t>(kCached / line / kSide, 1) * kSide;
-  for (std::int64_t begin = 0; begin < length; begin += part) {
-    for (std::int64_t i = 0; i < wide; i += kSide) {
-      for (std::int64_t k = begin; k < std::min(begin + part, length); k += kSide) {
-        down ? square(k, i) : square(i, k);
-      }
-    }
+#if HWY_TARGET == HWY_SCALAR
+  TurnElements(from, from_pitch, 0, rows, 0, cols, to, to_pitch);
+#else
+  constexpr int kAll = kSide<Bits>;
+  const std::int64_t last_row = rows - rows % kAll, last_col = cols - cols % kAll;
+  // A low last row of squares stores on into the next rows of a result without gaps, which are stored later.
+  std::int64_t c = 0;
+  for (; last_row < rows && rows > 1 && to_pitch == rows && (c + kAll - 1) * rows + last_row + kAll <= cols * rows;
+       c += kAll) {
+    TurnSquare<true>(from + last_row * from_pitch + c, from_pitch, to + c * to_pitch + last_row, to_pitch,
+                     rows - last_row);
   }
+  TurnSquares(from, from_pitch, last_row, last_col, to, to_pitch);
+  // A narrow last column of squares reads on into the next rows.
+  std::int64_t r = 0;
+  for (; last_col < cols && cols > 1 && r < last_row &&
+         (r + kAll - 1) * from_pitch + last_col + kAll <= (rows - 1) * from_pitch + cols;
+       r += kAll) {
+    TurnSquare<true>(from + r * from_pitch + last_col, from_pitch, to + last_col * to_pitch + r, to_pitch, kAll,
+                     cols - last_col);
+  }
+  TurnElements(from, from_pitch, r, last_row, last_col, cols, to, to_pitch);
+  TurnElements(from, from_pitch, last_row, rows, c, cols, to, to_pitch);
 #endif
-  TurnRest(from, from_pitch, rows, cols, whole_rows, whole_cols, to, to_pitch);
 }
 
 using std::int64_t, std::uint16_t, std::uint32_t, std::uint64_t, std::uint8_t;

@@ -35,21 +35,29 @@ bool apart(const Sizes& s, bool last, const Tiles& tiles) {
 
 class WeightWork {
  public:
-  WeightWork(const WeightProblem& problem, bool last)
+  /// For so many threads.
+  WeightWork(const WeightProblem& problem, bool last, std::int64_t threads)
       : p_(problem),
         s_(problem.sizes),
         tiles_(last || s_.d == 1 ? simd::tiles(problem.dtype) : simd::widened_tiles(problem.dtype)),
         packing_(problem.dtype, tiles_),
         apart_(apart(s_, last, tiles_)),
         rows_(even(s_.b, kBlockRows, tiles_.rows)) {
+    std::int64_t panels = 1;
     for (const Chunk& chunk : chunks(s_.d, last || apart_ ? 1 : tiles_.lanes)) {
-      parts_.push_back({chunk, Columns(s_.c, chunk.run(), tiles_)});
-      blocks_ = std::max(blocks_, ceil_div(parts_.back().columns.lanes(), kBlockLanes));
+      const Columns& columns = parts_.emplace_back(chunk, Columns(s_.c, chunk.run(), tiles_)).columns;
+      blocks_ = std::max(blocks_, ceil_div(columns.lanes(), kBlockLanes));
+      panels = std::max(panels, columns.panels());
     }
-    for (const Part& part : parts_) {
-      lanes_ = std::max(lanes_, ceil_div(part.columns.panels(), blocks_) * tiles_.vectors * tiles_.lanes);
+    batch_ = pieces_of(p_.batch, jobs(), tiles_.group);  // before the number of threads counts: sums depend on it
+    // More blocks for threads without work.
+    const auto cut_columns = [&] { return blocks_ < panels && (++blocks_, true); };
+    const auto cut_rows = [&] {
+      return rows_.each > tiles_.rows && (rows_ = even(s_.b, rows_.each / 2, tiles_.rows), true);
+    };
+    while (jobs() * pieces() < threads && (s_.b > s_.c ? cut_rows() || cut_columns() : cut_columns() || cut_rows())) {
     }
-    batch_ = pieces_of(p_.batch, jobs(), tiles_.group);
+    lanes_ = ceil_div(panels, blocks_) * tiles_.vectors * tiles_.lanes;
   }
 
   /// Blocks of the result; and the pieces of the batch for each.
@@ -273,7 +281,7 @@ void run_apart(const WeightProblem& problem, bool copies, Context& context) {
 
 /// The gradient in blocks, each over one piece of the batch after the other.
 void run_packed(const WeightProblem& problem, bool last, Context& context) {
-  const WeightWork work(problem, last);
+  const WeightWork work(problem, last, context.executor->concurrency());
   const std::int64_t jobs = work.jobs(), pieces = work.pieces();
   const Workspace workspace(context, work.bytes());
   std::byte* const partial = static_cast<std::byte*>(workspace.data());

@@ -60,7 +60,7 @@ void run_as(const Problem& problem, Context& context, Most... most) {
   const Workspace workspace(context, work.weight_bytes());
   std::byte* const packed = static_cast<std::byte*>(workspace.data());
   if (const std::int64_t jobs = work.weight_jobs(); jobs > 0) {
-    for_jobs(jobs, 16 * weights_of(s), context, [&](std::int64_t job) { work.pack_weights(job, packed); });
+    for_jobs(jobs, kCopy * weights_of(s), context, [&](std::int64_t job) { work.pack_weights(job, packed); });
   }
   context.executor->parallel_for(work.jobs(), grain(work.jobs(), operations_of(s, problem.batch)),
                                  [&](std::int64_t begin, std::int64_t end) {

@@ -16,7 +16,7 @@ std::byte* at(const void* data, std::int64_t element, std::size_t size) {
 template <typename F>
 void for_weights(const Sizes& s, Context& context, const F& f) {
   const Split parts{s.b * s.c, std::max<std::int64_t>(kTogether / s.d, 64)};
-  for_jobs(s.a * parts.pieces(), 4 * weights_of(s), context, [&](std::int64_t job) {
+  for_jobs(s.a * parts.pieces(), kCopy * weights_of(s), context, [&](std::int64_t job) {
     f(job / parts.pieces(), job % parts.pieces() * parts.each, parts.size(job % parts.pieces()));
   });
 }
@@ -36,7 +36,7 @@ void take_apart(const Matrix& from, std::int64_t rows, const Sizes& s, std::int6
                 Context& context) {
   const std::size_t size = size_of(dtype);
   const std::int64_t block = inner * s.d, row = s.a * block;
-  for_jobs(rows, 4.0 * static_cast<double>(rows * row), context, [&](std::int64_t n) {
+  for_jobs(rows, kCopy * static_cast<double>(rows * row), context, [&](std::int64_t n) {
     for (std::int64_t i = 0; i < s.a; ++i) {
       turn(at(from.data, n * from.batch + i * block, size), s.d, inner, s.d, at(to, n * row + i * block, size), inner,
            size);
@@ -48,7 +48,7 @@ void put_together(const void* from, std::int64_t rows, const Sizes& s, std::int6
                   DType dtype, Context& context) {
   const std::size_t size = size_of(dtype);
   const std::int64_t block = inner * s.d, row = s.a * block;
-  for_jobs(rows, 4.0 * static_cast<double>(rows * row), context, [&](std::int64_t n) {
+  for_jobs(rows, kCopy * static_cast<double>(rows * row), context, [&](std::int64_t n) {
     for (std::int64_t i = 0; i < s.a; ++i) {
       turn(at(from, n * row + i * block, size), inner, s.d, inner, at(to.data, n * to.batch + i * block, size), s.d,
            size);

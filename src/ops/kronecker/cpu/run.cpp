@@ -18,6 +18,8 @@ constexpr std::int64_t kLeftRow = 1024;
 constexpr std::int64_t kBlockElements = 128 << 10;
 /// Batch rows, and batch columns, that a thread works on at a time.
 constexpr std::int64_t kBlockRows = 256, kBlockCols = 192;
+/// Tiles of rows that are enough for a thread.
+constexpr std::int64_t kOwnTiles = 2;
 /// Rows of x up to so many elements are too short for the hardware prefetcher.
 constexpr std::int64_t kShortRow = 128;
 constexpr std::int64_t kLine = 64;
@@ -38,10 +40,10 @@ constexpr std::int64_t kFewPanels = 4;
 constexpr std::int64_t kTurnedDeltas = 2;
 /// Weights of one δ that are turned at a time.
 constexpr std::int64_t kTurnedTogether = 1024;
-/// The least batch that is regrouped, and the least batch and blocks for pairs; bytes of x and y at a time, and rows at
-/// least.
-constexpr std::int64_t kRegroupedFew = 2, kRegroupedRows = 32, kRegroupedSide = 16, kRegroupedBytes = 1 << 20,
-                       kRegroupedLeast = 256;
+/// The least batch that is regrouped, and the least batch for pairs; bytes of x and y at a time, and rows at least.
+constexpr std::int64_t kRegroupedFew = 2, kRegroupedRows = 32, kRegroupedBytes = 1 << 20, kRegroupedLeast = 256;
+/// Blocks that are regrouped for pairs: the least b · c / (b + c), or the least longer side.
+constexpr std::int64_t kRegroupedSide = 16, kRegroupedLonger = 64;
 
 /// Rows are the batch; columns are output features, with their δ on neighbouring lanes.
 class BatchFirst : Work {
@@ -60,6 +62,12 @@ class BatchFirst : Work {
       offset += depth_ * columns.lanes();
     }
     stride_ = offset;
+    // Each thread has rows of its own, if they are enough: they stay in its caches from the copies before the product
+    // to those behind it.
+    const std::int64_t threads = wanted_ / kPieces;
+    if (const std::int64_t each = ceil_div(problem.batch, threads); each >= kOwnTiles * tiles_.rows) {
+      rows_.each = std::min(rows_.each, ceil_div(each, tiles_.rows) * tiles_.rows);
+    }
     // Few diagonal blocks: more and smaller pieces, first of the batch, then of features.
     const auto few = [&] { return jobs() < wanted_; };
     while (few() && rows_.each > 4 * tiles_.rows) {
@@ -566,17 +574,17 @@ bool turns(const Problem& p) {
   return !fills || (s.d <= kShortRun && s.b % 8 == 0 && p.batch * s.d <= kTurnedElements);
 }
 
-/// Whether copies of x, w and y that bring each δ together pay. Products in pairs make up for them where outputs and
-/// inputs of a block and the batch are many: pairs have no runs of δ, and the other loops widen elements. And a few
-/// rows meet runs that do not fill vectors.
+/// Whether copies of x, w and y that bring each δ together pay. Products in pairs make up for them where blocks are
+/// large and rows are many: pairs have no runs of δ, and the other loops widen elements. And a few rows meet runs that
+/// do not fill vectors.
 bool regroups(const Problem& p) {
   const auto& s = p.sizes;
   if (s.d == 1 || p.x.feature != 1 || p.y.feature != 1 || p.batch < kRegroupedFew || !is_compact(p.w, s)) {
     return false;
   }
-  const bool large = p.batch >= kRegroupedRows && s.b * s.c >= kRegroupedSide * (s.b + s.c);
+  const bool large = s.b * s.c >= kRegroupedSide * (s.b + s.c) || std::max(s.b, s.c) >= kRegroupedLonger;
   const bool few = simd::widened_tiles(p.dtype).widens && few_rows_fit(p) && runs_are_odd(p) && !few_rows_pay(p);
-  return (simd::tiles(p.dtype).group > 1 && large) || few;
+  return (simd::tiles(p.dtype).group > 1 && p.batch >= kRegroupedRows && large) || few;
 }
 
 /// A part of the batch at a time, so that its copies stay in the caches.

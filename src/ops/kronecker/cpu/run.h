@@ -50,9 +50,12 @@ void for_jobs(std::int64_t jobs, double operations, Context& context, const F& f
 }
 
 inline double weights_of(const Sizes& s) { return static_cast<double>(s.a * s.b * s.c) * static_cast<double>(s.d); }
-/// Of a product or a gradient of weights.
+/// A copy of an element into another order takes as long as so many operations.
+constexpr double kCopy = 16;
+/// Of a product or a gradient of weights. Its operands are packed, and its results stored.
 inline double operations_of(const Sizes& s, std::int64_t batch) {
-  return 2 * weights_of(s) * static_cast<double>(std::max<std::int64_t>(batch, 8));
+  const double features = static_cast<double>(s.a * (s.b + s.c)) * static_cast<double>(s.d);
+  return (2 * weights_of(s) + kCopy * features) * static_cast<double>(std::max<std::int64_t>(batch, 8));
 }
 
 /// Neighbouring δ that share a vector: `count` of them in a run of 2ʳ lanes.

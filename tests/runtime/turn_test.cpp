@@ -18,9 +18,7 @@ TYPED_TEST_SUITE(Turn, Types);
 TYPED_TEST(Turn, EachElementAndNoOther) {
   using T = TypeParam;
   std::mt19937 random(7);
-  const auto pick = [&](std::int64_t most) {
-    return std::uniform_int_distribution<std::int64_t>(0, most)(random);
-  };
+  const auto pick = [&](std::int64_t most) { return std::uniform_int_distribution<std::int64_t>(0, most)(random); };
   for (int n = 0; n < 4000; ++n) {
     const std::int64_t most = n % 2 == 0 ? 20 : 70, rows = pick(most), cols = pick(most);
     const std::int64_t from_pitch = cols + (n % 3 == 0 ? pick(9) : 0), to_pitch = rows + (n % 5 == 0 ? pick(9) : 0);

@@ -261,3 +261,8 @@ def test_padding_and_patterns_of_elements(own_patterns):
         close(x[1], y, 1e-4)
     with pytest.raises((ValueError, TypeError, RuntimeError), match=r"attention: key_padding_mask: expected .+, got"):
         call(*arrays, mask[:, :-1])
+
+
+def test_arrays_are_sent_here():
+    with pytest.raises(TypeError, match=r"attention: q: expected a torch.Tensor, got \w+; fretwork.jax takes arrays"):
+        fw.attention(*[jnp.ones((1, 2, 8, 16))] * 3)

@@ -117,7 +117,9 @@ def test_refused_inputs():
         layer(torch.ones(5, 96).half())
     with pytest.raises(RuntimeError, match=r"^BlockSparseLinear: x: expected a tensor on cpu, got one on meta"):
         layer(torch.ones(5, 96, device="meta"))
-    with pytest.raises(TypeError, match=r"^BlockSparseLinear: x: expected a torch.Tensor, got ndarray"):
+    with pytest.raises(
+        TypeError, match=r"^BlockSparseLinear: x: expected a torch.Tensor, got ndarray; torch.as_tensor makes one of it"
+    ):
         layer(torch.ones(5, 96).numpy())
 
 

@@ -14,12 +14,17 @@ from fretwork.patterns import BlockLayout, Pattern
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # What torch.set_float32_matmul_precision asks for, as the GPU has it.
 _PRECISION_OF_TORCH = {"highest": "ieee", "high": "tf32", "medium": "tf32"}
+# What to do with an array, by the library that it is of.
+_ARRAYS = dict.fromkeys(("jax", "jaxlib"), "; fretwork.jax takes arrays") | {
+    "numpy": "; torch.as_tensor makes one of it"
+}
 
 
 def check_tensor(op: str, argument: str, value: object) -> None:
     """Refuses what is no dense tensor, and tangents."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{op}: {argument}: expected a torch.Tensor, got {type(value).__name__}")
+        hint = _ARRAYS.get(type(value).__module__.split(".")[0], "")
+        raise TypeError(f"{op}: {argument}: expected a torch.Tensor, got {type(value).__name__}{hint}")
     if value.layout is not torch.strided or value.is_nested:
         kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
         raise RuntimeError(f"{op}: {argument}: expected a dense tensor, got one that is {kind}")

@@ -352,7 +352,7 @@ def _by_documents(
     if starts[1] is not None and starts[1] is not starts[0] and not torch.equal(starts[0], starts[1]):
         raise NotImplementedError(
             "attention: cu_seq_lens_k: expected cu_seq_lens_q but for causal attention, full attention and windows "
-            "without softcap, dropout and blocks, got others"
+            "without softcap, dropout, position bias and blocks, got others"
         )
     patterns = _document_patterns(template, starts[0], batch, rows)
     return _attend(module, q, k, v, patterns, bias=bias, **options).transpose(1, 2)
@@ -543,7 +543,7 @@ _chosen, _save = PreTrainedModel.get_correct_attn_implementation, PreTrainedMode
 
 
 def _check_model(model: type[Any], has_pattern: bool) -> None:
-    """Raises for a model whose attention nobody can choose, if it would read our masks or leave a pattern out."""
+    """Raises for a model whose attention cannot be chosen, if it would read our masks or leave a pattern out."""
     kinds = [kind for kind in model.__mro__ if issubclass(kind, PreTrainedModel) and kind is not PreTrainedModel]
     names = {name for kind in kinds for name in vars(sys.modules[kind.__module__])}
     if model._supports_attention_backend or "ALL_ATTENTION_FUNCTIONS" in names:

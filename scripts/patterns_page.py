@@ -241,10 +241,9 @@ distance that fits less well. If `describe()` says that tiles hold many times th
 union of its parts. In fp32 on a CPU, one query against all keys takes longer than in torch.
 
 A pattern made inside a function that `torch.compile` traces is a constant of the graph; other sizes are recompiled.
-(The `.T` of such a pattern is not traced: write it in a text, `fw.Pattern.parse(f"strided({n},8).T")`.) `fretwork
-bench attention --seq 4096 --pattern 'strided(4096,64)'` measures a pattern on your machine, with `--explain` it says
-[which kernels](design.md#how-a-kernel-is-chosen) could run it on a GPU, and [measurements](benchmarks.md) compare all
-named ones with other libraries.
+`fretwork bench attention --seq 4096 --pattern 'strided(4096,64)'` measures a pattern on your machine, with `--explain`
+it says [which kernels](design.md#how-a-kernel-is-chosen) could run it on a GPU, and [measurements](benchmarks.md)
+compare all named ones with other libraries.
 
 ## Gallery
 """

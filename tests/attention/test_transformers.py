@@ -394,6 +394,12 @@ def test_models_that_compute_their_own_attention_are_refused(device):
     ):
         with pytest.raises(NotImplementedError, match=f"attn_implementation: expected .+, got {kind.__name__}"):
             kind._from_config(config, attn_implementation="fretwork")
+
+    class Own(transformers.PreTrainedModel):  # which names no kind of configuration
+        pass
+
+    with pytest.raises(NotImplementedError, match=r"attn_implementation: expected .+, got Own"):
+        Own(BertConfig(fretwork_pattern="full({seq})"))
     q = torch.randn(1, 2, 8, 16, device=device)
     with pytest.raises(NotImplementedError, match="attention: indices: expected None, got a Tensor"):
         fretwork.compat.transformers.attention_forward(torch.nn.Module(), q, q, q, None, indices=q)

@@ -333,6 +333,16 @@ def test_a_pattern_made_in_a_compiled_function():
     assert torch.allclose(torch.compile(call, fullgraph=True, backend="eager")(q), call(q))
 
 
+@pytest.mark.parametrize("text", ["random_blocks((1,2,2),16,0.9,0)", "kronecker(2,4,2,4)"])
+def test_a_transpose_in_a_compiled_function(text):
+    def call(q, k):
+        return fw.attention(q, k, k, fw.Pattern.parse(text).T)
+
+    cols, rows = fw.Pattern.parse(text).shape[-2:]
+    q, k = torch.randn(1, 1, rows, 8), torch.randn(1, 1, cols, 8)
+    assert torch.allclose(torch.compile(call, fullgraph=True, backend="eager")(q, k), call(q, k))
+
+
 # Block masks.
 
 

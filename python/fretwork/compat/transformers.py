@@ -352,7 +352,7 @@ def _by_documents(
     if starts[1] is not None and starts[1] is not starts[0] and not torch.equal(starts[0], starts[1]):
         raise NotImplementedError(
             "attention: cu_seq_lens_k: expected cu_seq_lens_q but for causal attention, full attention and windows "
-            "without softcap, dropout and blocks, got others"
+            "without softcap, dropout, position bias and blocks, got others"
         )
     patterns = _document_patterns(template, starts[0], batch, rows)
     return _attend(module, q, k, v, patterns, bias=bias, **options).transpose(1, 2)
@@ -542,17 +542,17 @@ def _remember(config: Any) -> None:
 _chosen, _save = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.save_pretrained
 
 
-def _check_model(model: type[Any], has_pattern: bool) -> None:
-    """Raises for a model whose attention nobody can choose, if it would read our masks or leave a pattern out."""
-    kinds = [kind for kind in model.__mro__ if issubclass(kind, PreTrainedModel) and kind is not PreTrainedModel]
+def _check_model(model: PreTrainedModel, has_pattern: bool) -> None:
+    """Raises for a model whose attention cannot be chosen, if it would read our masks or leave a pattern out."""
+    kinds = [kind for kind in type(model).__mro__ if issubclass(kind, PreTrainedModel) and kind is not PreTrainedModel]
     names = {name for kind in kinds for name in vars(sys.modules[kind.__module__])}
     if model._supports_attention_backend or "ALL_ATTENTION_FUNCTIONS" in names:
         return
     makes_masks = any(re.fullmatch(r"create_(?!recurrent)\w*mask\w*", name) for name in names)
-    if makes_masks or (has_pattern and not model.config_class.sub_configs):  # whose models are asked, too
+    if makes_masks or (has_pattern and not model.config.sub_configs):  # whose models are asked, too
         raise NotImplementedError(
             "attention: attn_implementation: expected a model whose attention can be chosen, got "
-            f"{model.__name__}, which computes its own; "
+            f"{type(model).__name__}, which computes its own; "
             'load it with attn_implementation="eager" and without a fretwork_pattern'
         )
 
@@ -563,7 +563,7 @@ def _with_pattern(self: Any, requested_attention: str | None, *args: Any, **kwar
     has_pattern = getattr(self.config, "fretwork_pattern", None) is not None
     chosen = _chosen(self, requested_attention or ("fretwork" if has_pattern else None), *args, **kwargs)
     if chosen == "fretwork":
-        _check_model(type(self), has_pattern)
+        _check_model(self, has_pattern)
     if chosen != "fretwork":
         vars(self.config).pop("attn_implementation", None)
     else:

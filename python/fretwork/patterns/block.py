@@ -22,7 +22,8 @@ class BlockLayout(Pattern, family="block"):
     """Whole blocks that are there or not, one layout per head.
 
     `mask` is (heads, rows, cols) or (rows, cols) in blocks, 0/1 of any bool or real dtype: a torch tensor on any
-    device, an array or nested lists. `block` is 8 to 128, or (rows, cols).
+    device, an array or nested lists. `block` is 8 to 128, or (rows, cols). The packed values of `.T` stand in another
+    order, each block transposed.
 
     >>> import torch
     >>> layout = BlockLayout(torch.eye(3, dtype=torch.bool), block=(16, 32))
@@ -83,13 +84,6 @@ class BlockLayout(Pattern, family="block"):
     def block_shape(self) -> tuple[int, int]:
         """(rows, cols) of a block."""
         return self._block
-
-    @property
-    def T(self) -> BlockLayout:  # type: ignore[override]
-        """The layout of the transposed matrix; its packed values stand in another order, each block transposed."""
-        transposed = super().T
-        assert isinstance(transposed, BlockLayout)
-        return transposed
 
     def pack(self, dense: torch.Tensor) -> torch.Tensor:
         """Dense (Z, H, M, N) or (H, M, N), or (M, N) for one head, to packed values ((Z,) nnz, rows, cols).

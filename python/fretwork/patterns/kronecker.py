@@ -18,7 +18,7 @@ class KroneckerPattern(Pattern, family="kronecker"):
     """The support I_a ⊗ 1_{b×c} ⊗ I_d of one Kronecker factor.
 
     Its weights are (a, b, c, d): w[i, j, k, l] stands at row (i·b + j)·d + l, column (i·c + k)·d + l.
-    `a, b, c, d = p` unpacks it.
+    `a, b, c, d = p` unpacks it. The weights of `.T`, (a, c, b, d), are w.transpose(1, 2).
 
     >>> p = KroneckerPattern(2, 3, 4, 5)
     >>> p.shape, p.weight_shape, p.nnz, p.density
@@ -57,13 +57,6 @@ class KroneckerPattern(Pattern, family="kronecker"):
     def __getitem__(self, n: Any) -> Any:
         is_place = isinstance(n, tuple) and all(isinstance(one, slice) for one in n)
         return super().__getitem__(n) if is_place else self._sizes[n]
-
-    @property
-    def T(self) -> KroneckerPattern:  # type: ignore[override]
-        """The pattern (a, c, b, d) of the transposed matrix; its weights are w.transpose(1, 2)."""
-        transposed = super().T
-        assert isinstance(transposed, KroneckerPattern)
-        return transposed
 
     def chainable(self, right: KroneckerPattern) -> bool:
         """Whether self·right is a chain: a Kronecker pattern again, onto which a dense matrix can be projected.

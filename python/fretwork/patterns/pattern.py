@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import sys
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -28,10 +28,13 @@ _PACKED = re.compile(r"~[\w-]{13,}")  # bits, six in a letter
 _NUMBERS = re.compile(r"((?:-?\d+,){4})(?:-?\d+,){12,}-?\d+")
 
 
+_P = TypeVar("_P", bound="Pattern")
+
+
 class _Transposed:
     """The transposed pattern. No property, which torch.compile does not follow on a pattern that it traced."""
 
-    def __get__(self, pattern: Pattern | None, owner: type[Pattern]) -> Pattern:
+    def __get__(self, pattern: _P | None, owner: type[_P]) -> _P:
         return self if pattern is None else transposed(pattern.text)  # type: ignore[return-value]  # as properties do
 
 

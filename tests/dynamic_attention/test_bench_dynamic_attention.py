@@ -24,6 +24,10 @@ def test_a_small_run(monkeypatch, tmp_path):
         str(file),
     ]
     monkeypatch.setattr(sys, "argv", ["dynamic_attention.py", *options])
+    turns = dynamic_attention.turns
+    monkeypatch.setattr(
+        dynamic_attention, "turns", lambda calls, device, **_: turns(calls, device, rounds=2, seconds=0.1)
+    )
     torch.manual_seed(0)
     dynamic_attention.main()
     torch.set_num_threads(threads)

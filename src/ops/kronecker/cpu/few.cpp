@@ -99,13 +99,10 @@ class FewRows : public Streams {
 /// A few outputs of a block, with d = 1: x streams by once, as it lies in memory, in the place of the weights.
 class FewOutputs : public Streams {
  public:
-  FewOutputs(const Problem& problem, Context& context)
-      : Streams(problem, context, even(problem.batch, std::max<std::int64_t>(kFewElements / problem.sizes.c, 16), 4),
-                1) {}
+  FewOutputs(const Problem& problem, Context& context) : Streams(problem, context, rows_of(problem, context), 1) {}
 
   void multiply(std::int64_t job, std::byte* /*packed*/) const {
-    const std::int64_t i = job / rows_.pieces(), first = job % rows_.pieces() * rows_.each;
-    const std::int64_t rows = rows_.size(job % rows_.pieces());
+    const std::int64_t i = job % s_.a, first = job / s_.a * rows_.each, rows = rows_.size(job / s_.a);
     Buffers& buffers = Buffers::of_thread();
     std::byte* const bias = buffers.sums.need(tiles_.sum * static_cast<std::size_t>(tiles_.lanes + lanes_ * s_.b));
     std::byte* const sums = sum_at(bias, tiles_.lanes);
@@ -131,6 +128,13 @@ class FewOutputs : public Streams {
     }
     const Operand to = packing_.at(y(i), first, 0, 0);
     tiles_.store(sums, lanes_, s_.b, rows, {to.data, to.col, to.row}, false);
+  }
+
+ private:
+  /// Each thread has rows of its own, as in BatchFirst.
+  static Split rows_of(const Problem& p, Context& context) {
+    const std::int64_t own = ceil_div(p.batch, std::max<std::int64_t>(context.executor->concurrency(), 1));
+    return even(p.batch, std::max<std::int64_t>(std::min(kFewElements / p.sizes.c, own), 16), 4);
   }
 };
 

@@ -274,8 +274,8 @@ void run_apart(const WeightProblem& problem, bool copies, Context& context) {
     apart.d_w = {weights.data(), s.b * s.c, s.c, 1, 1};
     apart.x = {rows.data(), in, 1};
     apart.d_y = {static_cast<std::byte*>(rows.data()) + problem.batch * in * size, out, 1};
-    take_apart(problem.x, problem.batch, s, s.c, apart.x.data, problem.dtype, context);
-    take_apart(problem.d_y, problem.batch, s, s.b, apart.d_y.data, problem.dtype, context);
+    take_apart(problem.x, problem.batch, s, s.c, apart.x.data, false, problem.dtype, context);
+    take_apart(problem.d_y, problem.batch, s, s.b, apart.d_y.data, false, problem.dtype, context);
   }
   run(apart, context);
   put_together(weights.data(), problem.d_w, s, problem.dtype, context);

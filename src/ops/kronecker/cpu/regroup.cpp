@@ -32,15 +32,14 @@ void turn(const void* from, std::int64_t from_pitch, std::int64_t rows, std::int
   size == 2 ? as(std::uint16_t{}) : size == 4 ? as(std::uint32_t{}) : as(std::uint64_t{});
 }
 
-void take_apart(const Matrix& from, std::int64_t rows, const Sizes& s, std::int64_t inner, void* to, DType dtype,
-                Context& context) {
+void take_apart(const Matrix& from, std::int64_t rows, const Sizes& s, std::int64_t inner, void* to, bool by_rows,
+                DType dtype, Context& context) {
   const std::size_t size = size_of(dtype);
   const std::int64_t block = inner * s.d, row = s.a * block;
-  for_jobs(rows, kCopy * static_cast<double>(rows * row), context, [&](std::int64_t n) {
-    for (std::int64_t i = 0; i < s.a; ++i) {
-      turn(at(from.data, n * from.batch + i * block, size), s.d, inner, s.d, at(to, n * row + i * block, size), inner,
-           size);
-    }
+  for_jobs(rows * s.a, kCopy * static_cast<double>(rows * row), context, [&](std::int64_t job) {
+    const std::int64_t n = by_rows ? job / s.a : job % rows, i = by_rows ? job % s.a : job / rows;
+    turn(at(from.data, n * from.batch + i * block, size), s.d, inner, s.d, at(to, n * row + i * block, size), inner,
+         size);
   });
 }
 

@@ -621,7 +621,7 @@ void run_regrouped(const Problem& problem, Context& context) {
     part.batch = rows.size(n);
     const Matrix x{at(problem.x.data, first * problem.x.batch), problem.x.batch, 1};
     const Matrix y{at(problem.y.data, first * problem.y.batch), problem.y.batch, 1};
-    take_apart(x, part.batch, s, s.c, part.x.data, problem.dtype, context);
+    take_apart(x, part.batch, s, s.c, part.x.data, true, problem.dtype, context);
     run(part, context);
     put_together(part.y.data, part.batch, s, s.b, y, problem.dtype, context);
   }

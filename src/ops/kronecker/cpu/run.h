@@ -238,9 +238,9 @@ void turn(const void* from, std::int64_t from_pitch, std::int64_t rows, std::int
           std::int64_t to_pitch, std::size_t size);
 
 /// Rows of features (i, k, l), k < `inner`, to contiguous rows of (i, l, k); and the way back. `from` and `to` have
-/// feature == 1.
-void take_apart(const Matrix& from, std::int64_t rows, const Sizes& s, std::int64_t inner, void* to, DType dtype,
-                Context& context);
+/// feature == 1. Threads have rows of their own, or if not `by_rows` blocks i, as those have that read them next.
+void take_apart(const Matrix& from, std::int64_t rows, const Sizes& s, std::int64_t inner, void* to, bool by_rows,
+                DType dtype, Context& context);
 void put_together(const void* from, std::int64_t rows, const Sizes& s, std::int64_t inner, const Matrix& to,
                   DType dtype, Context& context);
 

@@ -444,7 +444,8 @@ def sweep_section(machine: str, sweep: Row) -> list[str]:
     behind = 0.95 if "NVIDIA" in sweep["device"] else 0.9
     rows, seeds = sweep["rows"], sorted({r["seed"] for r in sweep["rows"]})
     threads = len({r["threads"] for r in rows}) > 1
-    told = f"torch {sweep['torch']}, {sweep['date']}, seeds {', '.join(map(str, seeds))}. {sweep.get('note', '')}"
+    seeded = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
+    told = f"torch {sweep['torch']}, {sweep['date']}, {seeded}. {sweep.get('note', '')}"
     lines = [f"## {sweep['device']}", "", *textwrap.wrap(told.rstrip(), 120), "",
              f"![ratios by family and rows](sweep-{machine}.svg)", ""]  # fmt: skip
     lines += sweep_table("family", sweep_families(rows, threads), behind)

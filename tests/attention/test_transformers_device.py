@@ -1,5 +1,7 @@
 """Stock Hugging Face models with packed sequences, static caches, learned sinks and chosen key blocks."""
 
+import functools
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -355,3 +357,11 @@ def test_compiled_documents_of_a_pattern(device):
     torch._dynamo.reset()
     got = torch.compile(model, backend="eager")(ids, position_ids=at, use_cache=False).logits
     assert torch.allclose(got, want, atol=1e-5)
+
+
+def test_a_mask_function_of_a_models_own(device):
+    """One that is not known is read as a whole mask."""
+    seen = functools.partial(lambda first, batch, head, q, k: (k <= q) & (k >= first), 2)
+    mask = ft.padding_mask(1, q_length=5, kv_length=5, mask_function=seen, device=device)
+    q, k = torch.arange(5, device=device)[:, None], torch.arange(5, device=device)
+    assert torch.equal(mask.expand(1, 1, 5, 5)[0, 0], (k <= q) & (k >= 2))

@@ -121,11 +121,11 @@ def _is_own(mask_function: Callable[..., Any], config: Any, by_functions: bool) 
     """Whether a model's mask is causal, full or a window, of documents too. `by_functions`: it has others besides.
 
     transformers makes it of functions: chunks are a conjunction, as windows are, and blocks that see themselves in both
-    directions are added last, in a disjunction.
+    directions are added last, in a disjunction. A callable without a name is a model's own.
     """
-    kind = mask_function.__name__
+    kind = getattr(mask_function, "__name__", None)
     chunks = kind == "and_mask" and getattr(config, "attention_chunk_size", None) is not None
-    return not by_functions and kind != "or_mask" and not chunks
+    return not by_functions and kind not in (None, "or_mask") and not chunks
 
 
 # A row's padding: how many keys at its beginning and at its end, and whether others are left out between them.

@@ -562,11 +562,10 @@ def _with_pattern(self: Any, requested_attention: str | None, *args: Any, **kwar
     """transformers' choice of an attention, with ours for a configuration that has a pattern and names none."""
     has_pattern = getattr(self.config, "fretwork_pattern", None) is not None
     chosen = _chosen(self, requested_attention or ("fretwork" if has_pattern else None), *args, **kwargs)
-    if chosen == "fretwork":
-        _check_model(self, has_pattern)
     if chosen != "fretwork":
         vars(self.config).pop("attn_implementation", None)
     else:
+        _check_model(self, has_pattern)
         look_at_positions(type(self))
         if has_pattern:
             _remember(self.config)

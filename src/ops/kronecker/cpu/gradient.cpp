@@ -25,9 +25,8 @@ Split pieces_of(std::int64_t batch, std::int64_t jobs, std::int64_t unit) {
   return even(count, ceil_div(count, pieces), unit);
 }
 
-/// The least batch that is regrouped, the least b · c / (b + c), or the longer side of blocks whose δ are apart anyway;
-/// and bytes of x and d_y at most.
-constexpr std::int64_t kRegroupedRows = 8, kRegroupedSide = 16, kRegroupedLonger = 64, kRegroupedBytes = 64 << 20;
+/// The least batch that is regrouped, and bytes of x and d_y at most.
+constexpr std::int64_t kRegroupedRows = 8, kRegroupedBytes = 64 << 20;
 
 /// Whether δ are computed each by itself, though they are neighbours: runs that leave lanes empty cost more.
 bool apart(const Sizes& s, bool last, const Tiles& tiles) {
@@ -254,8 +253,7 @@ bool regroups(const WeightProblem& p, bool last) {
   const auto& [a, b, c, d] = p.sizes;
   const bool pairs = simd::tiles(p.dtype).group > 1 && d > 1 && !last && p.x.feature == 1 && p.d_y.feature == 1;
   const auto bytes = p.batch * a * (b + c) * d * static_cast<std::int64_t>(size_of(p.dtype));
-  const bool large = b * c >= kRegroupedSide * (b + c) ||
-                     (apart(p.sizes, last, simd::widened_tiles(p.dtype)) && std::max(b, c) >= kRegroupedLonger);
+  const bool large = is_broad(p.sizes) || (is_long(p.sizes) && apart(p.sizes, last, simd::widened_tiles(p.dtype)));
   return pairs && lies_along(p) && p.batch >= kRegroupedRows && large && bytes <= kRegroupedBytes;
 }
 

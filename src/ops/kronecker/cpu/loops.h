@@ -23,7 +23,8 @@ class Work {
         packing_(problem.dtype, tiles),
         sums_packing_(problem.dtype, simd::widened_tiles(problem.dtype)),
         depth_(packing_.padded(s_.c)),
-        wanted_(kPieces * std::max(context.executor->concurrency(), 1)),
+        threads_(std::max(context.executor->concurrency(), 1)),
+        wanted_(kPieces * threads_),
         size_(static_cast<std::int64_t>(size_of(problem.dtype))),
         finishes_(problem.bias.data != nullptr || problem.activation != Activation::none),
         far_(problem.batch * s_.a * s_.c * s_.d * size_ > kStreamedBytes),
@@ -46,10 +47,10 @@ class Work {
   const Sizes& s_;
   const Tiles& tiles_;
   Packing packing_, sums_packing_;
-  std::int64_t depth_;            ///< of packed weights
-  std::int64_t wanted_;           ///< pieces of work
-  std::int64_t size_;             ///< bytes of an element
-  bool finishes_, far_, stream_;  ///< there is a bias or activation; x does not fit caches; nor does y
+  std::int64_t depth_;             ///< of packed weights
+  std::int64_t threads_, wanted_;  ///< and pieces of work for them
+  std::int64_t size_;              ///< bytes of an element
+  bool finishes_, far_, stream_;   ///< there is a bias or activation; x does not fit caches; nor does y
 };
 
 /// Packs weights, then multiplies; each in jobs that threads share.

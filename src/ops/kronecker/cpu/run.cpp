@@ -42,8 +42,6 @@ constexpr std::int64_t kTurnedDeltas = 2;
 constexpr std::int64_t kTurnedTogether = 1024;
 /// The least batch that is regrouped, and the least batch for pairs; bytes of x and y at a time, and rows at least.
 constexpr std::int64_t kRegroupedFew = 2, kRegroupedRows = 32, kRegroupedBytes = 1 << 20, kRegroupedLeast = 256;
-/// Blocks that are regrouped for pairs: the least b · c / (b + c), or the least longer side.
-constexpr std::int64_t kRegroupedSide = 16, kRegroupedLonger = 64;
 
 /// Rows are the batch; columns are output features, with their δ on neighbouring lanes.
 class BatchFirst : Work {
@@ -64,8 +62,7 @@ class BatchFirst : Work {
     stride_ = offset;
     // Each thread has rows of its own, if they are enough: they stay in its caches from the copies before the product
     // to those behind it.
-    const std::int64_t threads = wanted_ / kPieces;
-    if (const std::int64_t each = ceil_div(problem.batch, threads); each >= kOwnTiles * tiles_.rows) {
+    if (const std::int64_t each = ceil_div(problem.batch, threads_); each >= kOwnTiles * tiles_.rows) {
       rows_.each = std::min(rows_.each, ceil_div(each, tiles_.rows) * tiles_.rows);
     }
     // Few diagonal blocks: more and smaller pieces, first of the batch, then of features.
@@ -582,7 +579,7 @@ bool regroups(const Problem& p) {
   if (s.d == 1 || p.x.feature != 1 || p.y.feature != 1 || p.batch < kRegroupedFew || !is_compact(p.w, s)) {
     return false;
   }
-  const bool large = s.b * s.c >= kRegroupedSide * (s.b + s.c) || std::max(s.b, s.c) >= kRegroupedLonger;
+  const bool large = is_broad(s) || is_long(s);
   const bool few = simd::widened_tiles(p.dtype).widens && few_rows_fit(p) && runs_are_odd(p) && !few_rows_pay(p);
   return (simd::tiles(p.dtype).group > 1 && p.batch >= kRegroupedRows && large) || few;
 }

@@ -244,6 +244,9 @@ void take_apart(const Matrix& from, std::int64_t rows, const Sizes& s, std::int6
 void put_together(const void* from, std::int64_t rows, const Sizes& s, std::int64_t inner, const Matrix& to,
                   DType dtype, Context& context);
 
+/// Blocks for which copies can pay where pairs are multiplied: of many outputs and inputs, or of many of either.
+inline bool is_broad(const Sizes& s) { return s.b * s.c >= 16 * (s.b + s.c); }
+inline bool is_long(const Sizes& s) { return std::max(s.b, s.c) >= 64; }
 /// Whether weights lie as (a, b, c, d) or (a, c, b, d) without gaps.
 bool is_compact(const Weights& w, const Sizes& s);
 /// Such weights to (a, d, b, c) or (a, d, c, b), as which the result shows them.
